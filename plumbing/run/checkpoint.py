@@ -164,7 +164,7 @@ def metadata(config: Any, enc: tiktoken.Encoding) -> dict[str, Any]:
     """What every checkpoint of a run holds beside its state."""
     settings = {"config": vars(config), "model_fields": list(vars(config.model_config))}
     texts = {"tokenizer": enc.name, "tokenizer_file": tokenizers.dumps(enc)}
-    return settings | texts | {"code": source_code.describe(type(config))}
+    return settings | texts | {"code": source_code.code_of(type(config))}
 
 
 # ----- The training state: what an exact resume needs, written and read ---------------------------------

@@ -1,4 +1,4 @@
-"""The commands that a run prints: what was typed, again or with changes, so that it works as printed."""
+"""The commands that a run prints. Each works as printed."""
 
 import os
 from collections.abc import Mapping
@@ -11,12 +11,15 @@ from plumbing.data.tokenizers import has_chat_tokens
 from plumbing.run import source_code
 from plumbing.system.distributed import environment_number
 
+Command = list[Any]  # words, and groups of words (flag, value, ...), as print_next takes them
+
 
 def launcher() -> list[str]:
     """The words of the command that started this process, up to the script."""
-    local_ranks, ranks = environment_number("LOCAL_WORLD_SIZE", 0), environment_number("WORLD_SIZE", 0)
+    local_ranks = environment_number("LOCAL_WORLD_SIZE", 0)
     if not local_ranks:
         return ["python"]
+    ranks = environment_number("WORLD_SIZE", 0)
     nodes = ["--standalone"]
     if local_ranks != ranks:  # without an endpoint, each node would wait for itself
         endpoint = f"--rdzv-endpoint={os.environ.get('MASTER_ADDR', 'HOST')}:29500"
@@ -24,35 +27,41 @@ def launcher() -> list[str]:
     return ["torchrun", *nodes, f"--nproc_per_node={local_ranks}"]
 
 
-def train_command(config_class: type, settings: Mapping[str, Any]) -> list[Any]:
-    """The command that types these settings, {name: value}, in words and groups of words as print_next takes them."""
-    flags: list[Any] = []
+def train_command(config_class: type, settings: Mapping[str, Any]) -> Command:
+    """The command that trains with these settings, {name: value}."""
+    command: Command = [*launcher(), os.path.relpath(source_code.file_of(config_class))]
     for name, value in settings.items():
-        if isinstance(value, bool):
-            flags.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
+        flag = flag_of(name)
+        if value is False:
+            command.append(f"--no-{flag[2:]}")
+        elif value is True:
+            command.append(flag)
+        elif isinstance(value, tuple):
+            command.append((flag, *value))
         else:
-            flags.append((flag_of(name), *(value if isinstance(value, tuple) else [value])))
-    return [*launcher(), os.path.relpath(source_code.file_of(config_class)), *flags]
+            command.append((flag, value))
+    return command
 
 
-def branch_command(config: Any, changed: Mapping[str, Any]) -> list[Any]:
-    """The command of a branch of a run that has the settings `changed`."""
-    end = "longer" if changed.keys() == {"max_steps"} else "branch"
-    folders = {"branch_from": config.out_dir, "out_dir": f"{config.out_dir.rstrip('/')}-{end}"}
-    return train_command(type(config), folders | dict(changed))
-
-
-def sample_command(source: str, enc: Any, prompt: str, code: Path | None = None) -> list[Any]:
-    """The command that continues a prompt, or chats, with a model, whose code is in the file `code`."""
-    flags: list[Any] = [("-m", source)]
+def sample_command(source: str, enc: Any, prompt: str, *, code: Path | None = None) -> Command:
+    """The command that continues a prompt, or chats, with the model in `source`. code: the model's trainer."""
+    flags: Command = [("-m", source)]
     if code and code.name != source_code.NAME:
-        flags += [("--code", os.path.relpath(code))]
+        flags.append(("--code", os.path.relpath(code)))
     if has_chat_tokens(enc):
         return ["python", "sample.py", "--chat", *flags]
-    return ["python", "sample.py", prompt if prompt and not prompt.startswith("-") else "The ", *flags]
+    if not prompt or prompt.startswith("-"):
+        prompt = "The "
+    return ["python", "sample.py", prompt, *flags]
 
 
 def print_next_commands(config: Any, enc: Any) -> None:
-    """Print two commands that come after a run: one to see what it has learned, one to train it for longer."""
-    sample = sample_command(config.out_dir, enc, config.sample_prompt, source_code.file_of(type(config)))
-    print_next(sample, branch_command(config, {"max_steps": 2 * config.max_steps}))
+    """Print two commands to run after training: one shows what the model has learned, one trains it for longer."""
+    config_class = type(config)
+    sample = sample_command(config.out_dir, enc, config.sample_prompt, code=source_code.file_of(config_class))
+    longer = {
+        "branch_from": config.out_dir,
+        "out_dir": f"{config.out_dir.rstrip('/')}-longer",
+        "max_steps": 2 * config.max_steps,
+    }
+    print_next(sample, train_command(config_class, longer))

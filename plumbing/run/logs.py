@@ -1,7 +1,7 @@
-"""A run's two texts, each written and read here: log.txt, and run.txt, which describes the run's starts.
+"""Writes and reads a run's two text files: log.txt, and run.txt, which describes each start of the run.
 
-log.txt has `step stream value` on each line. run.txt has a block for each start: lines of `name: value`, such as the
-command, the settings, the machine and the commit, and a blank line at the end.
+Each line of log.txt is `step stream value`. run.txt has a block for each start: lines of `name: value`, such as the
+command, the settings, the machine and the commit, then a blank line.
 """
 
 import collections
@@ -35,44 +35,56 @@ NANOGPT = re.compile(
     rf"(?:step|iter) (\d{{1,15}}): (?:train )?loss {NUMBER},(?: val loss {NUMBER}\n)?", re.ASCII
 )
 
-NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # what the name of a stream cannot have
+NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # characters that the name of a stream cannot have
 
 # ----- log.txt ------------------------------------------------------------------------------------------
 
 
 def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, stream, value) of a log's lines below step `before`; damaged ones are left out, with a warning.
+    """Yield (step, stream, value) for each line below step `before`; damaged lines are left out, with a warning.
 
-    The log may be what nanoGPT prints, too.
+    What nanoGPT prints is also read as a log.
     """
-    damaged, printed, line = 0, False, "\n"
+    damaged = 0
+    is_nanogpts = False
+    line = "\n"
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         for line in file:
             match = LINE.fullmatch(line)
-            if match and int(match[1]) < before:
-                yield int(match[1]), match[2], float(match[3])
-            elif not match and (match := NANOGPT.match(line)):
-                printed = True
-                values = {"train": match[2], "val": match[3]} if int(match[1]) < before else {}
-                yield from ((int(match[1]), stream, float(value)) for stream, value in values.items() if value)
-            elif not match:
+            printed = None if match else NANOGPT.match(line)
+            if match:
+                values = {match[2]: match[3]}
+            elif printed:
+                is_nanogpts = True
+                match = printed
+                values = {"train": printed[2], "val": printed[3]}
+            else:
                 damaged += 1
-    # no warning about a last line that a crash has cut short, or about what else is printed
-    if damaged > (not line.endswith("\n")) and not printed:
+                continue
+            step = int(match[1])
+            if step >= before:
+                continue
+            for stream, value in values.items():
+                if value:
+                    yield step, stream, float(value)
+    is_cut_short = not line.endswith("\n")  # by a crash
+    if damaged > is_cut_short and not is_nanogpts:  # nanoGPT prints other lines as well
         print(f"warning: {damaged} damaged lines of {path} are left out.", flush=True)
 
 
 def open_log(out_dir: Path, parent: Path, step: int) -> IO[str]:
-    """Open log.txt, which begins with the intact lines of the parent's (or its own) for steps below `step`."""
-    path, source = out_dir / "log.txt", parent / "log.txt"
+    """Open log.txt, which begins with the intact lines of the parent's log (or its own) for steps below `step`."""
+    path = out_dir / "log.txt"
+    source = parent / "log.txt"
     with atomic_write(path, "w", encoding="utf-8") as file:
-        for at, stream, value in read_log(source, step) if source.exists() else ():
-            file.write(f"{at} {stream} {value:.9g}\n")
+        if source.exists():
+            for at, stream, value in read_log(source, step):
+                file.write(f"{at} {stream} {value:.9g}\n")
     return open(path, "a", encoding="utf-8")
 
 
 def write_log(file: IO[str], step: int, values: dict[str, float]) -> None:
-    """Write a line for each stream, {stream: value}, in one go."""
+    """Write a line for each stream of {stream: value}, all in one go."""
     lines = [f"{step} {NO_NAME.sub('_', stream)} {value:.9g}\n" for stream, value in values.items()]
     with named_errors(file.name):
         file.write("".join(lines))
@@ -81,16 +93,18 @@ def write_log(file: IO[str], step: int, values: dict[str, float]) -> None:
 
 def last_values(path: Path) -> dict[str, float]:
     """{stream: its last value} of a log.txt; {} if there is none."""
-    return {stream: value for _, stream, value in read_log(path)} if path.exists() else {}
+    if not path.exists():
+        return {}
+    return {stream: value for _, stream, value in read_log(path)}
 
 
 # ----- run.txt ------------------------------------------------------------------------------------------
 
-DICTS = ("config", "ran", "branched", "fingerprints")  # those fields that are in JSON
+DICTS = ("config", "ran", "branched", "fingerprints")  # the fields that are dicts, in JSON
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts that run.txt describes, each as a dict of texts and, for those in DICTS that are whole, of dicts."""
+    """The starts that run.txt describes: {field: its text, or its dict for those in DICTS}, without damaged fields."""
     starts = []
     for block in path.read_text(encoding="utf-8", errors="replace").strip().split("\n\n"):
         fields: dict[str, Any] = {}
@@ -105,11 +119,11 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: dict[str, list[str]]) -> None:
-    """Add a Start to run.txt, which may have another program's lines in any encoding.
+    """Add a Start to run.txt, where other programs may have written lines in any encoding.
 
-    ran: what the trial found; fingerprints: {a folder's name in log.txt: those of its training and validation data}.
+    ran: what the trial found; fingerprints: {a data folder's name in log.txt: of its training and validation data}.
     """
-    changes = source_code.git("diff", "HEAD")  # of what is not committed
+    changes = source_code.git("diff", "HEAD")  # everything that is not committed
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -124,11 +138,12 @@ def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: d
         "ranks": os.environ.get("WORLD_SIZE", "1"),
         "commit": source_code.git_commit(),
         "changes": json.dumps(changes[:20_000]) if changes else "",
-        "code": " ".join(source_code.describe(type(config)).values()),
+        "code": " ".join(source_code.code_of(type(config)).values()),
         "branched": json.dumps(start.branched) if start.branched else "",
     }
     entry = "".join(f"{name}: {text}\n" for name, text in lines.items() if text) + "\n"
-    path, history = Path(config.out_dir, "run.txt"), b""
+    path = Path(config.out_dir, "run.txt")
+    history = b""
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         history = file.read()
     with atomic_write(path) as file:
@@ -136,28 +151,29 @@ def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: d
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started this process anew after a crash."""
+    """Whether torchrun has restarted this process after a crash."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def launch() -> str:
-    """An identifier of the torchrun that started this process, which is the same after a restart."""
+def torchrun_id() -> str:
+    """An identifier of the torchrun that started this process; a restart does not change it."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')} of process {os.getppid()}"
 
 
-# ----- A run, as its folder describes it ----------------------------------------------------------------
+# ----- Runs ---------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False)
 class Logged:
-    """A run that has a log. Without a run.txt, as for one of nanoGPT or build-nanogpt, only its streams are known."""
+    """A run that has a log. Without a run.txt, as for runs of nanoGPT and build-nanogpt, only its streams are known."""
 
-    folder: Path  # or a log alone, in a file of any name
+    folder: Path  # or a log file of any name
     starts: list[dict[str, Any]]  # as read_starts gives them
 
     def fact(self, name: str, default: Any) -> Any:
-        """A field of run.txt, as the last start that has it says it."""
-        return next((start[name] for start in reversed(self.starts) if name in start), default)
+        """A field of run.txt, from the last start that has it."""
+        values = [start[name] for start in self.starts if name in start]
+        return values[-1] if values else default
 
     @property
     def log(self) -> Path:
@@ -169,13 +185,15 @@ class Logged:
 
     @functools.cached_property
     def streams(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{stream: (steps, values)}. A step is there twice if the run was killed and resumed: its last value counts."""
-        logged = collections.defaultdict(dict)
+        """{stream: (steps, values)}. A step that a killed and resumed run has done twice has its last value."""
+        logged: dict[str, dict[int, float]] = collections.defaultdict(dict)
         for step, stream, value in read_log(self.log):
             logged[stream][step] = value
-        return {
-            name: (np.array(sorted(at)), np.array([at[i] for i in sorted(at)])) for name, at in logged.items()
-        }
+        streams = {}
+        for stream, values in logged.items():
+            steps = sorted(values)
+            streams[stream] = np.array(steps), np.array([values[step] for step in steps])
+        return streams
 
     @property
     def last_step(self) -> int:
@@ -188,10 +206,13 @@ def read_run(folder: Name) -> Logged:
 
 
 def find_runs(*patterns: str) -> list[Logged]:
-    """The runs in the folders that match any of these patterns, as "log/gelu-*", and the logs alone that they name."""
-    paths: list[Path] = []
+    """The runs in folders that match any of these patterns, such as "log/gelu-*", and log files given by name."""
+    folders = []
     for pattern in patterns:
-        # a folder may have brackets in its name
-        found = map(Path, [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern)))
-        paths += [path for path in found if (path / "log.txt").exists() or os.path.isfile(pattern)]
-    return [read_run(path.parent if path.name == "log.txt" else path) for path in dict.fromkeys(paths)]
+        is_name = os.path.exists(pattern)  # a folder may have brackets in its name
+        paths = [Path(pattern)] if is_name else [Path(name) for name in sorted(glob.glob(pattern))]
+        for path in paths:
+            folder = path.parent if path.name == "log.txt" else path
+            if (folder / "log.txt").exists() or (is_name and folder.is_file()):
+                folders.append(folder)
+    return [read_run(folder) for folder in dict.fromkeys(folders)]

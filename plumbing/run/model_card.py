@@ -1,6 +1,6 @@
-"""The model card of a run: hf/README.md in the form that the Hugging Face hub shows.
+"""The model card of a run: hf/README.md, in the form that the Hugging Face hub shows.
 
-Everything in it comes from the files that the run wrote: run.txt, log.txt and the exported model.
+It only uses files that the run wrote: run.txt, log.txt and the exported model.
 """
 
 import json
@@ -19,16 +19,16 @@ MEASURED = {
     "train": "training loss of the last update, nats per token",
     "hella": "HellaSwag, validation split, acc_norm (chance: 0.25)",
 }
-FACTS = ("started", "ranks", "machine", "versions", "commit")  # of a start, in run.txt
-# settings that say where files are on the author's machine, or how the run was watched
+FACTS = ("started", "ranks", "machine", "versions", "commit")  # shown for each start in run.txt
+# not shown: paths on the author's machine, and how the author watched the run
 PRIVATE = set("data out_dir init_from branch_from resume device hellaswag_data sample_prompt wandb".split())
 
 
 def make_card(directory: Path, run_folder: Path, sample: str = "") -> str:
-    """Return README.md for the exported model of a run; "" if that fails, with a note."""
+    """README.md for the exported model of a run; "" if that fails, with a note."""
     try:
         return card(directory, run_folder, sample)
-    except Exception as error:  # people may have edited run.txt; and the model is complete without a card
+    except Exception as error:  # people may have edited run.txt, and the model is complete without a card
         note(f"The exported model has no README.md: {first_line(error)}")
         return ""
 
@@ -36,41 +36,48 @@ def make_card(directory: Path, run_folder: Path, sample: str = "") -> str:
 def card(directory: Path, run_folder: Path, sample: str) -> str:
     from huggingface_hub import ModelCardData
 
-    run, shape = read_run(run_folder), read_json(directory / "config.json", "")
-    source, dataset = run.config["init_from"], run.fact("data", "").split(", ")[0]
-    dataset = "HuggingFaceFW/fineweb-edu" if dataset == "fineweb-edu" else dataset
+    run = read_run(run_folder)
+    shape = read_json(directory / "config.json", "")
+    source = run.config["init_from"]
+    dataset = run.fact("data", "").split(", ")[0]
+    if dataset == "fineweb-edu":
+        dataset = "HuggingFaceFW/fineweb-edu"
+    is_on_the_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", dataset)
     header = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gpt2", "train_gpt2"],
         base_model=f"openai-community/{source}" if source in OPENAI_MODELS else None,
-        datasets=[dataset] if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None,  # only those are on the hub
+        datasets=[dataset] if is_on_the_hub else None,
     )
     rows = ""
-    for stream in [name for name in MEASURED if name in run.streams]:
-        steps, values = run.streams[stream]
-        rows += f"| {MEASURED[stream]} | {values[-1]:.4f} | {steps[-1]:,} |\n"
+    for stream, description in MEASURED.items():
+        if stream in run.streams:
+            steps, values = run.streams[stream]
+            rows += f"| {description} | {values[-1]:.4f} | {steps[-1]:,} |\n"
     is_chat = "chat_template" in read_json(directory / "tokenizer_config.json", "")
     prompt = [{"role": "user", "content": "Hello!"}] if is_chat else "The "
-    # as code, in which nothing is Markdown
+    # indented as code, where nothing is Markdown
     lines = "\n".join(plain(line, 10**4) for line in sample.strip().splitlines())
     drawn = f"## A sample\n\n{textwrap.indent(lines, '    ')}\n\n" if lines else ""
-    facts = [f"    {name}: {start[name]}\n" for start in run.starts for name in FACTS if start.get(name)]
+    facts = ""
+    for start in run.starts:
+        facts += "".join(f"    {name}: {start[name]}\n" for name in FACTS if start.get(name))
     settings = {name: value for name, value in run.config.items() if name not in PRIVATE}
     return f"""\
 ---
 {header}
 ---
 
-<!-- Add a license to the lines above, one that the training data allow, and the language. -->
+<!-- Add the language and a license to the lines above: one that the training data allow. -->
 
 # A GPT-2 with {shape["n_layer"]} layers
 
-A model of GPT-2's architecture, trained {"from the weights of another model" if source else "from scratch"} with
+A model with GPT-2's architecture, trained {"from the weights of another model" if source else "from scratch"} with
 train_gpt2. It has {shape["n_head"]} attention heads and {shape["n_embd"]} channels, a context of {shape["n_positions"]}
 tokens and a vocabulary of {shape["vocab_size"]}.
 
-| measured | value | in step |
+| measured | value | at step |
 |---|---|---|
 {rows}
 {drawn}## How to load it
@@ -85,7 +92,7 @@ print(generate({json.dumps(prompt)}, max_new_tokens=100)[0]["generated_text"])
 
 ## How it was trained, at each start
 
-{"".join(facts)}
+{facts}
 ```json
 {json.dumps(settings, indent=2)}
 ```

@@ -137,7 +137,7 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
     UserError if train_gpt2.py is to use what a changed copy of it has trained.
     """
     saved = load_saved_model(source)
-    source_code.compare(saved.code, config_class, source, goes_on=False)
+    source_code.check_code(saved.code, config_class, source, goes_on=False)
     return from_state(model_class, config_of(config_class, saved.settings), saved.weights).eval(), saved
 
 

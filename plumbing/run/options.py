@@ -1,10 +1,10 @@
-"""Which settings a run has besides its recipe, and what follows from the class in which a setting stands.
+"""The settings of a run besides its recipe. The class of a setting says what may change it.
 
-    Recipe (in the trainer)  the same whenever the run goes on, and on all ranks; a branch may change it
-    RunOptions               may change whenever the run goes on; what is not typed stays as the run has it
-    StartOptions             one start's own, never taken over from an earlier one
+    Recipe (in the trainer)  stays the same for the whole run and on all ranks; only a branch may change it
+    RunOptions               may change at every start; a setting that is not typed stays as it was
+    StartOptions             belongs to one start and is never inherited
 
-On a setting that is a path or a device, which each node may have of its own, stands PER_NODE.
+PER_NODE marks a setting that each node may set differently, such as a path or a device.
 """
 
 import dataclasses
@@ -20,26 +20,26 @@ PER_NODE = "per node"
 
 @dataclasses.dataclass(frozen=True)
 class StartOptions:
-    """How one start of a run is made."""
+    """The settings of one start of a run."""
 
-    # this start of the run
+    # this command
     out_dir: Annotated[str, PER_NODE] = "log"  # folder of the run
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
-    dry_run: bool = False  # say what the run will do and cost, and end before its first step; nothing is written
+    dry_run: bool = False  # say what the run will do and cost, then end; write nothing
     device: Annotated[str, PER_NODE] = "auto"  # cpu, cuda or mps; auto: best available
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions(StartOptions):
-    """Where a run has its data, how it uses the machine, and how often it looks, saves and says something."""
+    """Where the data is, how a run uses the machine, and how often it evaluates, saves and prints."""
 
     # the machine
     data: Annotated[tuple[str, ...], PER_NODE] = ("edu_fineweb10B",)  # folders of token shards
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
-    # B, at most this many sequences per rank and micro-step; lowered until they fit
+    # B, the most sequences per rank and micro-step; lowered until they fit in memory
     batch_size: Positive[int] = 64
-    # evaluation and output, every so many steps and after the last one; 0: never
+    # evaluation and output, every N steps and after the last one; 0: never
     val_every: int = 250  # steps between validations
     hellaswag_every: int = 250  # steps between HellaSwag scores
     hellaswag_limit: int = 0  # examples to score; 0: all
@@ -48,14 +48,14 @@ class RunOptions(StartOptions):
     sample_every: int = 250  # steps between samples
     sample_prompt: Annotated[str, "may be empty"] = "Hello, I'm a language model,"  # what samples continue
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
-    keep_checkpoints: Positive[int] = 2  # newest checkpoints to keep
-    milestone_every: int = 0  # steps between checkpoints that are kept for good
+    keep_checkpoints: Positive[int] = 2  # number of newest checkpoints to keep
+    milestone_every: int = 0  # steps between checkpoints that are never deleted
     keep_best: bool = False  # keep the weights with the lowest validation loss as model_best.pt
-    wandb: Annotated[str, "may be empty"] = ""  # Weights & Biases project in which to mirror the log
+    wandb: Annotated[str, "may be empty"] = ""  # Weights & Biases project that gets a copy of the log
 
 
 def names_of(options_class: type) -> set[str]:
-    """The settings of a class, those that it inherits included."""
+    """The settings of a class, including inherited ones."""
     return {field.name for field in dataclasses.fields(options_class)}
 
 
@@ -64,30 +64,32 @@ def is_per_node(field: dataclasses.Field[Any]) -> bool:
 
 
 def inheritable(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """Those settings of a run, a parent or a model that a start takes over: not what belongs to an earlier start."""
+    """The settings that a start inherits from a run, a parent or a model: all but those of an earlier start."""
     names = names_of(config_class) - names_of(StartOptions)
     return {name: value for name, value in settings.items() if name in names}
 
 
-def differences(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)} of the recipe's settings in which `config` differs from the settings of a checkpoint."""
-    now, defaults, free = vars(config), vars(type(config)()), names_of(RunOptions)
-    # a setting that did not exist yet counts as the default, and one that is gone as unknown
-    both = {
-        name: (then.get(name, defaults.get(name)), now.get(name, "unknown"))
-        for name in dict.fromkeys([*then, *now])
-        if name not in free
-    }
-    # "log/" is the folder "log"
-    return {name: pair for name, pair in both.items() if len({str(value).rstrip("/") for value in pair}) == 2}
+def changed_settings(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
+    """{name: (then, now)} for each setting of the recipe that differs between a checkpoint and `config`."""
+    now = vars(config)
+    defaults = vars(type(config)())
+    changed = {}
+    for name in dict.fromkeys([*then, *now]):
+        # a setting that did not exist then had the default, and one that is gone is unknown
+        before = then.get(name, defaults.get(name))
+        after = now.get(name, "unknown")
+        is_equal = str(before).rstrip("/") == str(after).rstrip("/")  # "log/" is the folder "log"
+        if name not in names_of(RunOptions) and not is_equal:
+            changed[name] = before, after
+    return changed
 
 
 def read_flags(
     config_class: type, presets: Mapping[str, Any], args: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What was typed: {setting: value}. --help shows the values of the preset that was typed.
+    """The typed settings, {name: value}. --help shows the defaults of the typed preset.
 
-    args: the words, by default those of the command line.
+    args: the words to read instead of the command line.
     """
     source_code.source_of(config_class)  # now, and not seconds later, when torch has been imported
     words = None if args is None else [str(arg) for arg in args]
@@ -113,7 +115,7 @@ OTHER_TRAINERS = {
     "--val-tokens": "eval-iters",
     "--checkpoint-every": "save-steps save-every always-save-checkpoint",
     "torchrun --nproc_per_node=N": "num-gpus gpus nproc-per-node num-processes",
-    "torch.distributed.launch adds it: start the ranks with torchrun in its place.": "local-rank",
+    "torch.distributed.launch adds it: start the ranks with torchrun instead.": "local-rank",
     "log.txt, which has every step": "log-interval logging-steps",
     "The model has no dropout: in pretraining it sees most texts once.": "dropout",
 }

@@ -161,7 +161,7 @@ class Run:
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
         self.sample = ""
-        self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.launch()}
+        self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.torchrun_id()}
         self.started = self.first_step_ended = time.perf_counter()
         self.step_printed = -math.inf  # when the console showed the last step
 

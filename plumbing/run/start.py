@@ -23,7 +23,7 @@ from plumbing.run import checks, logs, models, source_code, wandb_log
 from plumbing.run.checkpoint import Checkpoint
 from plumbing.run.commands import print_next_commands
 from plumbing.run.huggingface import is_export_of
-from plumbing.run.options import StartOptions, differences, inheritable, is_per_node, names_of
+from plumbing.run.options import StartOptions, changed_settings, inheritable, is_per_node, names_of
 from plumbing.run.run import Ended, export
 from plumbing.system import autofit, devices
 from plumbing.system.autofit import Fit, Trial
@@ -86,7 +86,7 @@ def begin(
 def check_agreement(typed: dict[str, Any], config_class: type, per_node: set[str], *, world: World) -> None:
     """Raise UserError unless all ranks have the same flags, code and torch. per_node: settings that may differ."""
     facts = {flag_of(name): value for name, value in typed.items() if name not in per_node}
-    for name, copy in source_code.describe(config_class).items():
+    for name, copy in source_code.code_of(config_class).items():
         facts[f"the version of {name}"] = copy
     facts["the version of torch"] = str(torch.__version__)
     world.check_agreement(facts)
@@ -140,7 +140,7 @@ def decide(request: Request) -> Start:
 def continue_run(own: Checkpoint, request: Request) -> Start:
     """The run in out_dir continues from its newest checkpoint, unless it is finished."""
     config = request.config(own["config"])
-    changed = differences(own["config"], config)
+    changed = changed_settings(own["config"], config)
     if changed:
         refuse_another_recipe(config, own["step"], changed)
     if own["finished"]:
@@ -171,7 +171,7 @@ def start_branch(parent: Checkpoint, request: Request) -> Start:
     model = models.from_checkpoint(parent)
     check_model(model, config, source=source)
     models.check_tokenizer(parent["tokenizer"], config)
-    changed = differences(settings, config)
+    changed = changed_settings(settings, config)
     changed.pop("branch_from", None)
     branched = {"parent": str(folder_of(source)), "step": step, "changed": changed}
     # the parent's best weights and its other checkpoints are not in the branch's folder
@@ -201,7 +201,7 @@ def load_own(asked: Any) -> Checkpoint | None:
         return None
     # under --no-resume, only a run continues that this very torchrun has started, and restarts after a crash
     saved = checkpoints.load_state(asked.out_dir)
-    return saved if saved and saved["launch"] == logs.launch() else None
+    return saved if saved and saved["launch"] == logs.torchrun_id() else None
 
 
 def folder_of(source: str) -> Path:
@@ -255,7 +255,7 @@ def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Reque
 def check_model(model: models.SavedModel, config: Any, *, source: str) -> None:
     """Raise UserError for a setting that GPTConfig does not have. Say so if other code trained the model."""
     models.config_of(type(config.model_config), model.settings)
-    source_code.compare(model.code, type(config), source, goes_on=True)
+    source_code.check_code(model.code, type(config), source, goes_on=True)
 
 
 def check_config(config: Any, complaints: Iterable[str], world: World) -> None:
@@ -373,7 +373,7 @@ def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
     """
     out_dir, step = Path(config.out_dir), saved["step"]
     enc = models.tokenizer_of(saved)
-    source_code.compare(saved["code"], type(config), config.out_dir, goes_on=True)
+    source_code.check_code(saved["code"], type(config), config.out_dir, goes_on=True)
     print(f"The run in {out_dir} is finished after {step} steps.")
     has_same_code = source_code.is_same(saved["code"], type(config))
     if has_same_code and not config.dry_run and not is_export_of(out_dir / "hf", saved["model"], step):

@@ -1,4 +1,4 @@
-"""--wandb: a copy of the run's log at Weights & Biases, which cannot stop the training and hardly delays it."""
+"""--wandb: a copy of the run's log at Weights & Biases. It cannot stop the training and hardly delays it."""
 
 import importlib.util
 import itertools
@@ -9,26 +9,43 @@ from typing import Any
 
 from plumbing.cli.console import first_line
 
+START_SECONDS = 8  # how long the start waits for the server
+FINISH_SECONDS = 20  # how long the end waits for the last lines
+
 
 def is_installed() -> bool:
-    """Whether the package wandb is installed. A folder of that name, which wandb leaves behind, has no origin."""
+    """Whether the package wandb is installed. The folder of this name that wandb leaves behind has no origin."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
 def start_wandb(config: Any) -> Any:
-    """Start or resume the run at Weights & Biases; an offline one without a login, or if WANDB_MODE says so."""
+    """Start or resume the run at Weights & Biases: offline without a login, or as WANDB_MODE says."""
     import wandb  # pyright: ignore[reportMissingImports]  # optional, and slow to import
 
-    # seconds: how long the start waits for the server, and the end for the last lines
-    timeouts = dict(init_timeout=8, finish_timeout=20, finish_timeout_raises=True)
-    wandb.setup(wandb.Settings(silent=True, console="off", **timeouts))
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-    # wandb names its folders by the time and the run, such as run-20261124_180000-1a2b3c4d
-    begun = [path.name.rpartition("-")[2] for path in Path(config.out_dir, "wandb").glob("*run-*-*")]
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=START_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+        finish_timeout_raises=True,
+    )
+    wandb.setup(settings)
+    mode = os.environ.get("WANDB_MODE")
+    if not mode:
+        has_login = wandb.login(prompt=False, verify=False)
+        mode = "online" if has_login else "offline"
+    # wandb names its folders by time and id, such as run-20261124_180000-1a2b3c4d
+    folders = [path.name for path in Path(config.out_dir, "wandb").glob("*run-*-*")]
     run = wandb.init(
-        **dict(project=config.wandb, name=config.out_dir, dir=config.out_dir, id=begun[0] if begun else None),
-        **dict(config=vars(config), resume="allow", allow_val_change=True, mode=mode),  # B may have changed
+        project=config.wandb,
+        name=config.out_dir,
+        dir=config.out_dir,
+        id=folders[0].rpartition("-")[2] if folders else None,
+        config=vars(config),
+        resume="allow",
+        allow_val_change=True,  # B may have changed
+        mode=mode,
     )
     place = f"at {run.url}" if run.url else f"offline; wandb sync {Path(run.dir).parent} uploads it later"
     print(f"The log is mirrored {place}.", flush=True)
@@ -36,26 +53,26 @@ def start_wandb(config: Any) -> Any:
 
 
 class WandbLog:
-    """Hands the log to wandb, which sends it from a process of its own. Only the start and the end wait for that."""
+    """Hands the log to wandb, which sends it from another process. Only the start and the end wait for that."""
 
     def __init__(self, config: Any, log_lines: Iterable[tuple[int, str, float]]):
-        """log_lines: those already in log.txt, as read_log gives them."""
+        """log_lines: the lines already in log.txt, as read_log yields them."""
         self.run = self.attempt(start_wandb, config)
         for step, lines in itertools.groupby(log_lines, key=lambda line: line[0]):
             self.log(step, {stream: value for _, stream, value in lines})
 
     def attempt(self, function: Any, *args: Any, **options: Any) -> Any:
-        """Call a function of wandb. An error becomes a warning, after which nothing is sent any more."""
+        """Call a function of wandb. After an error, which is printed as a warning, nothing more is sent."""
         try:
             return function(*args, **options)
-        except Exception as error:  # of whatever kind, in a large package that talks to a server
+        except Exception as error:  # a large package that talks to a server may raise anything
             self.run = None
             reason = f"{type(error).__name__}: {first_line(error)}"
             advice = "log.txt has everything. Without a network, set WANDB_MODE=offline."
             print(f"warning: Weights & Biases has failed ({reason}). {advice}", flush=True)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        # the server may have later steps than the checkpoint, and takes each only once; an offline run has none
+        # the server takes each step only once, and may have later steps than the checkpoint; an offline run has none
         if self.run and step >= self.run.starting_step:
             self.attempt(self.run.log, values, step=step)
 
