@@ -132,7 +132,7 @@ def test_a_folder_is_read_with_its_own_tokenizer_or_gpt2s(hf, monkeypatch):
         path.unlink()
     for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
         assert load_tokenizer(name, dict(vocab_size=vocab_size)) is BYTES
-    assert "with 50258 token ids, has a tokenizer of its own" in refusal(load_tokenizer, hf, dict(vocab_size=50258))
+    assert "with 50258 token ids, has its own tokenizer" in refusal(load_tokenizer, hf, dict(vocab_size=50258))
     fields["added_tokens"].append(fields["added_tokens"][0] | {"id": 257, "content": "[PAD]"})
     (hf / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
     assert load_tokenizer(hf, dict(vocab_size=258)) is BYTES

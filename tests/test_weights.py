@@ -189,7 +189,7 @@ def test_the_newest_run_in_a_folder_of_runs_is_named(data, tmp_path):
     for name in ("log/old", "log/quickstart"):
         train(data, tmp_path / name, max_steps=1, val_every=0)
     os.utime(tmp_path / "log" / "old", (0, 0))
-    newest = f"Its newest run is {tmp_path / 'log' / 'quickstart'}"
+    newest = f"The newest run is in {tmp_path / 'log' / 'quickstart'}"
     assert newest in refused(sample.main, "Hi", "-m", tmp_path / "log")
     assert newest in refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out", init_from=tmp_path / "log"))
 

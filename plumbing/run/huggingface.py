@@ -1,8 +1,8 @@
-"""GPT-2's own formats: Hugging Face's, read and written, and the checkpoints of the peers, which have the same names.
+"""GPT-2's file formats: reads and writes Hugging Face's, and reads checkpoints of nanoGPT and build-nanogpt.
 
-transformers, vLLM and lm-evaluation-harness read what is written here. GPT has the parameter names of GPT2LMHeadModel,
-but pads its vocabulary, and stores a block's four matrices as (out, in) where their Conv1D has (in, out). llama.cpp
-converts only models with GPT-2's own tokenizer, because it recognizes tokenizers by a fixed list.
+transformers, vLLM and lm-evaluation-harness read the folders that this module writes. GPT has the parameter names of
+GPT2LMHeadModel, but pads its vocabulary, and stores a block's four matrices as (out, in) instead of Conv1D's (in, out).
+llama.cpp only converts models with GPT-2's tokenizer, because it recognizes tokenizers by a fixed list.
 """
 
 import contextlib
@@ -17,16 +17,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tiktoken
 import torch
+from torch import Tensor
 
 from plumbing.cli.console import UserError, first_line
 from plumbing.data import tokenizers
-from plumbing.files import atomic_write, free_name, read_json, remove_folder
+from plumbing.files import Name, atomic_write, free_name, read_json, remove_folder
 from plumbing.system.devices import exact_matmuls
 
-FIELDS = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")  # those of GPTConfig that define a GPT-2
+Weights = dict[str, Tensor]  # a state dict
+FIELDS = (
+    "block_size",
+    "vocab_size",
+    "n_layer",
+    "n_head",
+    "n_embd",
+)  # the fields of GPTConfig that define a GPT-2
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# the values in config.json that GPT supports; an export has the first one, which transformers assumes if there is none
+# the values in config.json that GPT supports. An export has the first one; transformers assumes it if there is none
 SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -37,12 +46,12 @@ SUPPORTED = {
     "tie_word_embeddings": (True,),
 }
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
-# how far two logits may be apart, in standard deviations: rounding in float32 makes 5e-6 in small models and in 124M,
-# up to 3e-5 where weights are large; another form of GELU makes 2e-4 in a new model and more in a trained one
+# the largest difference between equal logits, in standard deviations. Rounding in float32 causes 5e-6 in small models
+# and in 124M, up to 3e-5 with large weights; another form of GELU causes 2e-4 in a new model, more in a trained one
 LOGITS_LIMIT = 2e-4
 SAMPLE_TEXT = "The 1st of 1,000 isn't easy:\n\tna\u00efve \u65e5\u672c\u8a9e {x == 42}"  # tells tokenizers apart
 COPY_AGAIN = "Copy or export the model again."
-CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py renders it
+CHAT_TEMPLATE = (  # for apply_chat_template: renders a conversation as smoltalk.py does
     "{{ '<|endoftext|>' }}"
     "{% for message in messages %}"
     "{% if message['role'] not in ['user', 'assistant', 'system'] %}"
@@ -54,15 +63,16 @@ CHAT_TEMPLATE = (  # for apply_chat_template: a conversation as smoltalk.py rend
 )
 
 
-def transposed(weights):
+def transposed(weights: Weights) -> Weights:
     """Convert a state dict between the two formats."""
-    return {
-        name: weight.T if name.endswith(MATRICES) and weight.dim() == 2 else weight
-        for name, weight in weights.items()
-    }
+    converted = dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(MATRICES) and weight.dim() == 2:
+            converted[name] = weight.T
+    return converted
 
 
-def load_huggingface(name_or_directory):
+def load_huggingface(name_or_directory: Name) -> tuple[dict[str, int], Weights]:
     """Load (settings, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
     directory = find_folder(name_or_directory)
     path = directory / "config.json"
@@ -81,77 +91,87 @@ def load_huggingface(name_or_directory):
 
 @contextlib.contextmanager
 def reading(what: str, directory: Path) -> Iterator[None]:
-    """Context in which an error of transformers, or of the readers below it, becomes a UserError."""
+    """Context that turns an error of transformers, or of the libraries that it calls, into a UserError."""
     try:
         yield
     except Exception as error:  # of many kinds
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):  # torch's own text says how to run the code
-            reason = "they are a pickle of more than tensors, perhaps of code, which is never run"
+            reason = "the file is a pickle of more than tensors, perhaps of code, which is never run"
         raise UserError(f"Could not read the {what} in {directory}: {reason}. {COPY_AGAIN}") from None
 
 
-def find_folder(name):
-    """The folder of this name or, if there is none, that of a model of the hub, downloaded if need be."""
+def find_folder(name: Name) -> Path:
+    """The folder of this name or, if there is none, the folder of a model on the hub, downloaded if necessary."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    try:  # where there is no network, transformers' own download would try again for 20 seconds
+    try:  # without a network, transformers' download would retry for 20 seconds
         return Path(snapshot_download(str(name), allow_patterns=["config.json", "model.safetensors"]))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
+        reason = first_line(error).removeprefix("Got: ")
         advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
-        raise UserError(f"Could not download {name}: {first_line(error)}. {advice}") from None
+        raise UserError(f"Could not download {name}: {reason}. {advice}") from None
 
 
 def read_model(directory: Path) -> tuple[Any, str]:
-    """(transformers' model in a folder, in float32; what is missing there or does not belong there, "" for nothing)."""
+    """(transformers' model in a folder, in float32; missing, unexpected or misshapen weights, "" if there are none)."""
     from transformers import GPT2LMHeadModel, logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    options: dict[str, Any] = dict(output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True)
-    loaded: Any = GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32, **options)
+    loaded: Any = GPT2LMHeadModel.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        local_files_only=True,
+    )
     model, info = loaded
     info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.endswith(MASKS)}
-    doubts = [
-        f"{kind.replace('_', ' ')} such as {min(map(str, found))}" for kind, found in info.items() if found
-    ]
+    doubts = []
+    for kind, names in info.items():
+        if names:
+            doubts.append(f"{kind.replace('_', ' ')} such as {min(map(str, names))}")
     return model, "; ".join(doubts)
 
 
-def from_peer(weights, n_head, path):
-    """Return (weights, settings) of a checkpoint of nanoGPT or build-nanogpt: a state dict and GPTConfig's fields."""
+def convert_peer_weights(weights: Weights, n_head: Any, path: Name) -> tuple[Weights, dict[str, int]]:
+    """(a state dict for GPT, GPTConfig's fields) for the state dict of nanoGPT or build-nanogpt in the file `path`."""
     weights = {name: weight for name, weight in weights.items() if not name.endswith(MASKS)}
     for name, weight in list(weights.items()):
         if name.startswith(("transformer.h.", "transformer.ln_f.")) and name.endswith(".weight"):
-            # nanoGPT's bias=False is the same as biases of zero
+            # nanoGPT's bias=False is the same as biases of 0
             weights.setdefault(name.removesuffix("weight") + "bias", weight.new_zeros(len(weight)))
     return weights, shape_of(weights, n_head, path)
 
 
-def shape_of(weights, n_head, source):
-    """Return GPTConfig's fields for the GPT with this state dict; UserError if it cannot be one."""
-    wte, wpe = weights.get("transformer.wte.weight"), weights.get("transformer.wpe.weight")
+def shape_of(weights: Weights, n_head: Any, source: Name) -> dict[str, int]:
+    """GPTConfig's fields for the GPT with this state dict; UserError if it cannot be one."""
+    matrices = {name: weight for name, weight in weights.items() if weight.dim() == 2}
+    wte = matrices.get("transformer.wte.weight")
+    wpe = matrices.get("transformer.wpe.weight")
     n_layer = sum(name.endswith(".ln_1.weight") for name in weights)
-    if wte is None or wpe is None or wte.dim() != 2 or wpe.dim() != 2 or not n_layer:
+    if wte is None or wpe is None or n_layer == 0:
         problem = "no embeddings or no blocks"
-    elif not all(weight.sum().isfinite() for weight in weights.values()):  # faster than looking at each number
-        problem = "weights that are not finite, as a training that diverged leaves them"
+    elif not all(weight.sum().isfinite() for weight in weights.values()):  # faster than checking each number
+        problem = "weights that are not finite, as after a training that diverged"
     elif type(n_head) is not int or n_head < 1 or wte.size(1) % n_head:
         problem = f"an n_head of {n_head!r:.60}, which does not divide its n_embd of {wte.size(1)}"
     else:
-        sizes = dict(block_size=len(wpe), vocab_size=len(wte), n_embd=wte.size(1))
-        return sizes | dict(n_layer=n_layer, n_head=n_head)
+        vocab_size, n_embd = wte.shape
+        return dict(block_size=len(wpe), vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd)
     raise UserError(f"{source} is not a GPT-2 that this program can use: it has {problem}. Use another model.")
 
 
-def load_tokenizer(name_or_directory, settings):
-    """Return the tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
+def load_tokenizer(name_or_directory: Name, settings: dict[str, int]) -> tiktoken.Encoding:
+    """The tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
 
-    Tokens that a model has in addition to GPT-2's, such as one for padding, are neither fed to it nor sampled.
+    Tokens that a model has in addition to GPT-2's, such as one for padding, are never fed to it or sampled.
     """
-    directory, vocab_size = Path(name_or_directory), settings["vocab_size"]
+    directory = Path(name_or_directory)
+    vocab_size = settings["vocab_size"]
     if (directory / "tokenizer.tiktoken").exists():
         return tokenizers.read_encoding(directory / "tokenizer.tiktoken")
     if any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
@@ -161,30 +181,31 @@ def load_tokenizer(name_or_directory, settings):
             theirs: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         expected = tokenizers.get_encoding("gpt2").encode_ordinary(SAMPLE_TEXT)
         is_gpt2 = theirs.encode(SAMPLE_TEXT, add_special_tokens=False) == expected
-    else:  # GPT-2's size, or that padded to a multiple of 64
+    else:  # GPT-2's size, or the same padded to a multiple of 64
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
         raise UserError(
-            f"The model in {directory}, with {vocab_size} token ids, has a tokenizer of its own. Only GPT-2's and "
-            "those of this program are read. If it was trained here, copy its tokenizer.tiktoken and "
-            "tokenizer.tiktoken.json there. Otherwise use another model."
+            f"The model in {directory}, with {vocab_size} token ids, has its own tokenizer. Only GPT-2's and those of "
+            "this program are read. If the model was trained here, copy its tokenizer.tiktoken and "
+            "tokenizer.tiktoken.json to that folder. Otherwise use another model."
         )
     return tokenizers.get_encoding("gpt2")
 
 
 def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1, make_card: Any = None) -> None:
-    """Write a GPT-2 and its tokenizer to `directory`; anything there is moved aside, to `directory`.1.
+    """Write a GPT-2 and its tokenizer to `directory`. Whatever is there is moved aside, to `directory`.1.
 
     The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
-    chat template, and stops after its turn. make_card(folder) returns a README.md, "" for none. UserError if the model
-    is not a GPT-2: then nothing is written.
+    chat template, and stops after its turn. make_card(folder) returns the text of README.md, "" for none. UserError if
+    the model is not a GPT-2; nothing is written then.
     """
     from safetensors.torch import save
 
     part = directory.with_name(f".{directory.name}.part")
-    weights, contents = model.state_dict(), export_files(vars(model.config), enc)
-    contents["model.safetensors"] = save(export_weights(weights, enc), describe(weights, step))
-    remove_folder(part)  # left by a killed process
+    weights = model.state_dict()
+    contents = export_files(vars(model.config), enc)
+    contents["model.safetensors"] = save(export_weights(weights, enc), metadata_of(weights, step))
+    remove_folder(part)  # a killed process may have left it
     try:
         part.mkdir(parents=True)
         for name, content in contents.items():
@@ -198,26 +219,29 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
                 file.write(card.encode())
         if os.path.lexists(directory):
             aside = directory.rename(free_name(directory))
-            print(f"Moved what was at {directory} to {aside}.", flush=True)
+            print(f"Moved the old {directory} to {aside}.", flush=True)
         part.rename(directory)
     finally:
         remove_folder(part)
 
 
-def export_weights(weights, enc):
-    """Return {name: tensor} of the exported weights of a GPT-2 with this state dict and tokenizer."""
-    other = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]  # get_extra_state's
-    if other:
-        raise UserError(f"The model is no GPT-2 any more: it has state that is no tensor, {other[0]}.")
-    # clone: a file in this format cannot have tensors that share memory
-    exported = {name: weight.cpu().clone().contiguous() for name, weight in transposed(weights).items()}
+def export_weights(weights: dict[str, Any], enc: tiktoken.Encoding) -> Weights:
+    """The state dict that is exported for a GPT-2 with this state dict and tokenizer."""
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor):  # get_extra_state may return anything
+            raise UserError(f"The model is no GPT-2 any more: it has state that is no tensor, {name}.")
+    exported = {}
+    for name, weight in transposed(weights).items():
+        exported[name] = (
+            weight.cpu().clone().contiguous()
+        )  # a safetensors file cannot have tensors that share memory
     if "transformer.wte.weight" in exported and "lm_head.weight" in exported:
         exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab].clone()
     return exported
 
 
-def check_export(model: Any, enc: Any, directory: Path) -> None:
-    """Raise UserError unless transformers reads the model in a folder without a doubt and computes the same logits."""
+def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
+    """Raise UserError unless transformers reads all weights in a folder and computes the model's logits from them."""
     theirs, doubts = read_model(directory)
     if doubts:
         raise UserError(f"The model is no GPT-2 any more: transformers finds {doubts}.")
@@ -225,14 +249,17 @@ def check_export(model: Any, enc: Any, directory: Path) -> None:
     device = next(model.parameters()).device
     ids = text_to_compare(enc)
     num_rows = math.ceil(len(ids) / T)
-    # the last row is filled up from the beginning
-    rows = ids.repeat(2 + T // len(ids))[: num_rows * T].view(num_rows, T)
-    batches = rows.split(max(1, 1024 // T))  # all logits at once would be gigabytes
+    repeated = ids.repeat(2 + T // len(ids))  # so that the last row is full
+    rows = repeated[: num_rows * T].view(num_rows, T)
+    batches = [*rows.split(max(1, 1024 // T))]  # all logits at once would take gigabytes
+    batches.append(rows[:1, : max(1, T // 2)])  # a text that does not fill the block
     with torch.no_grad(), exact_matmuls():
-        for batch in (*batches, rows[:1, : max(1, T // 2)]):  # a text need not fill the block
+        for batch in batches:
             expected = theirs(batch).logits
-            ours = model(batch.to(device))[0].cpu()[..., : enc.n_vocab]
-            is_same = (ours - expected).abs().amax((0, 2)) <= LOGITS_LIMIT * expected.std()
+            logits, _ = model(batch.to(device))
+            ours = logits[..., : enc.n_vocab].cpu()
+            worst = (ours - expected).abs().amax((0, 2))  # of each token
+            is_same = worst <= LOGITS_LIMIT * expected.std()
             if not is_same.all():
                 raise UserError(
                     "The model is no GPT-2 any more: transformers computes other logits from its weights, first at "
@@ -240,16 +267,15 @@ def check_export(model: Any, enc: Any, directory: Path) -> None:
                 )
 
 
-def text_to_compare(enc: Any) -> torch.Tensor:
-    """Ids (n,) on which a changed model shows that it is one, whatever in a text makes it compute something else.
+def text_to_compare(enc: tiktoken.Encoding) -> Tensor:
+    """Ids (n,) of a text in which a changed model shows, whether it depends on line ends, digits or other neighbors.
 
-    They are the paragraphs of this file, each behind a special token; any two letters, digits, blanks or line ends side
-    by side; then each byte and each special token.
+    The paragraphs of this file, each after a special token; then every two letters, digits, spaces or line ends side by
+    side; every byte; and every special token.
     """
     characters = string.digits + string.ascii_letters + " \n"
-    pairs = itertools.combinations_with_replacement(
-        characters, 2
-    )  # aa ab ac: a is beside each, before and behind it
+    # aa ab ac: the a is before and after each of the others
+    pairs = itertools.combinations_with_replacement(characters, 2)
     paragraphs = Path(__file__).read_text(encoding="utf-8").split("\n\n")
     paragraphs.append("".join(map("".join, pairs)))
     special_ids = sorted(enc._special_tokens.values())
@@ -260,32 +286,35 @@ def text_to_compare(enc: Any) -> torch.Tensor:
     return torch.tensor(ids + special_ids)
 
 
-def describe(weights: dict[str, Any], step: int) -> dict[str, str]:
-    """The metadata of exported weights: after how many updates, and a hash of samples of them, which names the run."""
+def metadata_of(weights: Weights, step: int) -> dict[str, str]:
+    """The metadata of exported weights: the number of updates, and a hash of some numbers that identifies the run."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         entries = weights[name].flatten()
-        digest.update(name.encode() + entries[:: len(entries) // 64 + 1].cpu().numpy().tobytes())
-    return {"format": "pt", "step": str(step), "weights": digest.hexdigest()}  # transformers asks for the format
+        some = entries[:: len(entries) // 64 + 1].cpu().numpy()
+        digest.update(name.encode() + some.tobytes())
+    return {"format": "pt", "step": str(step), "weights": digest.hexdigest()}  # transformers requires the format
 
 
-def is_export_of(directory: Path, weights: dict[str, Any], step: int) -> bool:
+def is_export_of(directory: Path, weights: Weights, step: int) -> bool:
     """Whether `directory` has the export of a model with this state dict after `step` updates."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(directory / "model.safetensors", "pt") as file:  # an error if it is not whole
-            return file.metadata() == describe(weights, step)
+            return file.metadata() == metadata_of(weights, step)
     except (OSError, SafetensorError):
         return False
 
 
-def export_files(shape, enc):
-    """Return {name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
+def export_files(shape: dict[str, Any], enc: tiktoken.Encoding) -> dict[str, bytes]:
+    """{name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
     missing = [name for name in FIELDS if name not in shape]
     if missing:
         raise UserError(f"The model is no GPT-2 any more: its GPTConfig has no {', '.join(missing)}.")
-    eot, length, special_tokens = enc.eot_token, shape["block_size"], enc._special_tokens
+    eot = enc.eot_token
+    length = shape["block_size"]
+    special_tokens = enc._special_tokens
     ends = [special_tokens[token] for token in (tokenizers.EOT, "<|end|>") if token in special_tokens]
     config = {name: values[0] for name, values in SUPPORTED.items()}
     config |= {name: shape[name] for name in ("n_layer", "n_head", "n_embd")}
@@ -299,25 +328,30 @@ def export_files(shape, enc):
     }
 
 
-def tokenizer_files(enc, max_length=None):
-    """Return {name: content} of the files with which transformers' AutoTokenizer gives the same ids as `enc`."""
+def tokenizer_files(enc: tiktoken.Encoding, max_length: int | None = None) -> dict[str, bytes]:
+    """{name: content} of the files from which transformers' AutoTokenizer makes a tokenizer with the ids of `enc`."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.get)
+    special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.__getitem__)
     pattern: Any = tokenizers.FOR_HUGGINGFACE.get(enc._pat_str, enc._pat_str)
     converter: Any = TikTokenConverter(pattern=pattern, extra_special_tokens=special_tokens)
-    # its own reads a file through tiktoken, which keeps a copy of that by its path, for good
+    # the converter's method reads a file through tiktoken, which keeps a copy of it for good
     converter.load_tiktoken_bpe = lambda path: enc._mergeable_ranks
     converted = converter.converted()
     for token, i in enc._special_tokens.items():
         if converted.token_to_id(token) != i:
             raise UserError(
-                f"Tokenizer {enc.name} cannot be exported: its special token {token!r} is an ordinary one, too, or has "
-                "not one of the last ids. Use another tokenizer."
+                f"Tokenizer {enc.name} cannot be exported: its special token {token!r} is also an ordinary token, or "
+                "does not have one of the last ids. Use another tokenizer."
             )
-    config: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), tokenizers.EOT)
-    config |= dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    config: dict[str, Any] = dict.fromkeys(names, tokenizers.EOT)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["clean_up_tokenization_spaces"] = False
     config["model_max_length"] = max_length
     if tokenizers.has_chat_tokens(enc):
         config["chat_template"] = CHAT_TEMPLATE
-    return {"tokenizer.json": converted.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+    return {
+        "tokenizer.json": converted.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }

@@ -1,4 +1,4 @@
-"""A model for any purpose, as a checkpoint or another program has saved it: its settings, weights and tokenizer."""
+"""Loads a model that this program or another one has saved: its settings, weights and tokenizer."""
 
 import dataclasses
 import functools
@@ -34,12 +34,12 @@ OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedModel:
-    """A model as a checkpoint or a folder in Hugging Face format has it."""
+    """The content of a checkpoint or of a folder in Hugging Face format."""
 
     settings: dict[str, Any]  # GPTConfig's fields
     weights: dict[str, Tensor]  # its state dict
     get_encoding: Callable[[], tiktoken.Encoding]  # loads the tokenizer
-    code: source_code.Code = dataclasses.field(default_factory=dict)  # that trained it; {} if that is not known
+    code: source_code.Code = dataclasses.field(default_factory=dict)  # the code that trained it; {} if unknown
 
     @functools.cached_property
     def enc(self) -> tiktoken.Encoding:
@@ -47,7 +47,7 @@ class SavedModel:
 
 
 def load_saved_model(source: str) -> SavedModel:
-    """Load a GPT-2 by its name, a folder in Hugging Face format, a checkpoint or a run's newest one."""
+    """Load a GPT-2 by name, a folder in Hugging Face format, a checkpoint, or the newest checkpoint of a run."""
     path = Path(source)
     if source in OPENAI_MODELS or (path / "config.json").exists():
         settings, weights = huggingface.load_huggingface(source)
@@ -63,11 +63,13 @@ def load_saved_model(source: str) -> SavedModel:
     runs = [run.parent for run in path.glob("*/model_*.pt")]
     if runs:
         newest = max(runs, key=os.path.getmtime)
-        raise UserError(f"There is no model in {source} itself. Its newest run is {newest}: name that.")
+        raise UserError(
+            f"There is no model in {source}, but in folders below it. The newest run is in {newest}."
+        )
     nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
     raise UserError(
         f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
-        f"format, or a GPT-2. {nearest} To train a model first: python train_gpt2.py --preset quickstart"
+        f"format, or a GPT-2. {nearest} To train a model: python train_gpt2.py --preset quickstart"
     )
 
 
@@ -95,17 +97,17 @@ def from_peer(weights: dict[str, Tensor], settings: dict[str, Any], path: Name) 
     """The model of nanoGPT or build-nanogpt with these weights and settings: with GPT-2's names and its tokenizer."""
     # without the prefixes of DDP and torch.compile
     weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): weight for name, weight in weights.items()}
-    weights, settings = huggingface.from_peer(weights, settings.get("n_head"), path)
-    return SavedModel(settings, weights, lambda: tokenizers.get_encoding("gpt2"))
+    weights, shape = huggingface.convert_peer_weights(weights, settings.get("n_head"), path)
+    return SavedModel(shape, weights, lambda: tokenizers.get_encoding("gpt2"))
 
 
 def config_of(config_class: type[Config], settings: dict[str, Any]) -> Config:
-    """A GPTConfig from a saved model's settings: an unknown one is a UserError, a missing one takes its default."""
+    """A GPTConfig from a saved model's settings. A missing field has its default, an unknown one is a UserError."""
     unknown = [name for name in settings if name not in vars(config_class())]
     if unknown:
         raise UserError(
-            f"The saved model has {', '.join(unknown)}, which {config_class.__name__} does not have. Use it with the "
-            "file that trained it (--code), or use another model."
+            f"The saved model has {', '.join(unknown)}, but {config_class.__name__} has no such field. Name the "
+            "trainer that trained it (--code), or use another model."
         )
     return config_class(**settings)
 
@@ -113,28 +115,28 @@ def config_of(config_class: type[Config], settings: dict[str, Any]) -> Config:
 def from_state(
     model_class: type, config: Any, weights: dict[str, Tensor], *, extends: bool = False, old_ids: Tensor | None = None
 ) -> Any:  # fmt: skip
-    """Make a model as `config` says and copy the state dict `weights` into it; UserError unless they fit exactly.
+    """Make a model with this config and copy the state dict `weights` into it; UserError unless they fit exactly.
 
-    extends: first give them the rows that the model has, as its `extend` says; old_ids: of another tokenizer.
+    extends: let the model resize the weights first, by its `extend`. old_ids: the ids of its tokens in the weights.
     """
     with SkipInit():
         model = new_model(model_class, config)
     new = sorted(model.state_dict().keys() - weights.keys())
-    if new:  # a model whose load_state_dict allows that, as with adapters, begins these as it makes them
+    if new:  # a model with adapters, say, may load weights without them: initialize them after all
         model = new_model(model_class, config)
     load_weights(model, model.extend(weights, old_ids) if extends else weights)
     if new:
         note(
-            f"The weights have nothing called {', '.join(new[:3])}: unless the model's load_state_dict takes "
-            "that from another name, the model begins with what it has made there."
+            f"The weights have nothing called {', '.join(new[:3])}. Unless the model's extend or load_state_dict fills "
+            "that in, the model starts there with its own initialization."
         )
     return model
 
 
 def load_model(model_class: type, config_class: type, source: str) -> tuple[Any, SavedModel]:
-    """Load a model, for generating text and for scoring, from whatever `load_saved_model` reads; and what was read.
+    """(a model for generating and scoring, what was read) from any source that `load_saved_model` reads.
 
-    UserError if train_gpt2.py is to use what a changed copy of it has trained.
+    UserError if train_gpt2.py would have to run a model of a changed copy.
     """
     saved = load_saved_model(source)
     source_code.check_code(saved.code, config_class, source, goes_on=False)
@@ -142,70 +144,73 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
 
 
 def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> bool:
-    """Whether a loaded model, of num_ids ids and texts up to the `longest`, has a cache."""
+    """Whether a loaded model, with num_ids ids and texts up to the `longest`, can use a cache."""
     check_num_ids(num_ids, saved.enc)
     return checks.examine(model, checks.texts(saved.enc.n_vocab, longest), is_new=False)
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy a state dict into `model`. UserError unless names and shapes are its own, and shared tensors are equal."""
+    """Copy a state dict into `model`. UserError unless names and shapes match, and tied weights are equal."""
     problems = []
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        # below torch's first line: missing names, unknown names, other shapes; an error of the model's own has one line
-        problems = [plain(line.strip(" \t.")) for line in str(error).splitlines()[1:] or [first_line(error)]]
+        # torch lists missing names, unknown names and other shapes below its first line; a model's error has one
+        lines = str(error).splitlines()[1:] or [first_line(error)]
+        problems = [plain(line.strip(" \t.")) for line in lines]
     else:
-        name_of = {}
-        own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        for name in [name for name in own if name in weights]:  # in the model's order
-            same = name_of.setdefault((own[name].data_ptr() or name, own[name].shape), name)
-            if same != name and not torch.equal(weights[name], weights[same]):
-                problems.append(f"{name} and {same} differ, but are one tensor here")
+        name_of = {}  # {a tensor of the model: its first name}
+        for name, value in model.state_dict().items():
+            if name not in weights or not isinstance(value, Tensor):
+                continue
+            first = name_of.setdefault((value.data_ptr() or name, value.shape), name)
+            if first != name and not torch.equal(weights[name], weights[first]):
+                problems.append(f"{name} and {first} differ, but are one tensor here")
     if problems:
         raise UserError(
-            f"The saved weights are not those of this model: {'; '.join(problems[:3])}. Use the file and the settings "
-            "that trained them, or use other weights."
+            f"The saved weights do not fit this model: {'; '.join(problems[:3])}. Use the file and the settings that "
+            "trained them, or use other weights."
         )
 
 
 def is_tokenizer(name: str, enc: tiktoken.Encoding) -> bool:
-    """Whether a tokenizer is the one called `name`, but for role markers."""
+    """Whether a tokenizer is the one called `name`; chat tokens do not matter."""
     return name.removesuffix("+chat") == enc.name.removesuffix("+chat")
 
 
 def check_tokenizer(name: str, config: Any) -> None:
-    """Raise UserError unless the tokenizer of a run's shards is the model's own, called `name`."""
+    """Raise UserError unless the shards of a run have the model's tokenizer, called `name`."""
     enc = data_tokenizer(config)
     if enc and not is_tokenizer(name, enc):
         raise UserError(
             f"The shards in {' '.join(config.data)} have tokenizer {enc.name}, but the model uses {name}. Make shards "
-            "with that tokenizer, in another folder; or train a model that begins with this one, by --init-from, on "
-            "these."
+            "with the model's tokenizer in another folder, or start a new model from this one with --init-from."
         )
 
 
 def ids_in(model: SavedModel, config: Any) -> Tensor | None:
-    """The id in a model to begin with of each token of the data, (n_vocab,): that of the same bytes, or -1.
+    """For each token of the data, the id of the same bytes in the model that a run starts from, or -1: (n_vocab,).
 
-    None if the data have the model's own tokenizer, or nothing is trained.
+    None if the data have the model's tokenizer, or nothing is trained.
     """
     new = data_tokenizer(config)
     if not new or not config.max_steps or is_tokenizer(model.enc.name, new):
         return None
-    before, now = (enc._mergeable_ranks | enc._special_tokens for enc in (model.enc, new))
-    old_ids = torch.tensor([before.get(token, -1) for token in sorted(now, key=now.__getitem__)])
+    before = model.enc._mergeable_ranks | model.enc._special_tokens
+    now = new._mergeable_ranks | new._special_tokens
+    tokens = sorted(now, key=now.__getitem__)
+    old_ids = torch.tensor([before.get(token, -1) for token in tokens])
     note(
-        f"Of the {new.n_vocab:,} tokens of {new.name}, {int((old_ids >= 0).sum()):,} are also of "
-        f"{model.enc.name}, the model's own, and keep their embeddings. The others begin with the mean."
+        f"Of the {new.n_vocab:,} tokens of {new.name}, {int((old_ids >= 0).sum()):,} are also of {model.enc.name}, the "
+        "model's tokenizer, and keep their embeddings. The others start with the mean embedding."
     )
     return old_ids
 
 
 def check_num_ids(num_ids: int, enc: tiktoken.Encoding) -> None:
-    """Raise UserError if a model with logits for `num_ids` ids has none for some id of the tokenizer."""
+    """Raise UserError if a model with `num_ids` logits lacks one for some id of the tokenizer."""
     if num_ids < enc.n_vocab:
         raise UserError(
-            f"The model has room for {num_ids} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the "
-            f"model's own tokenizer, or set a new model's --vocab-size to {enc.n_vocab} or more."
+            f"The model has room for {num_ids} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the model's "
+            f"tokenizer, or give a new model a --vocab-size of {enc.n_vocab} or more."
         )
