@@ -62,7 +62,7 @@ class Recipe(GPTConfig):
     preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "speedrun", "quickstart", "baby", "chat"] = (
         "gpt2"
     )
-    # the beginning
+    # initial weights, seed and precision
     init_from: str = ""  # initial weights: a GPT-2 name, a folder or a checkpoint
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
     seed: int = 1337  # seed of the weights, data order and samples

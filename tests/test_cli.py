@@ -113,6 +113,22 @@ def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(monkeypatch)
         assert all(text in error_of(*words) for text in said), error_of(*words)
 
 
+@pytest.mark.parametrize(
+    "program, words, advice",
+    [
+        (sample, ["The", "cat"], "Put quotes around a text of several words."),
+        (hellaswag, ["gpt2"], "Which flag is it for?"),
+        (bench.__main__, ["train", "ladder"], "Which flag is it for?"),
+        (fineweb, ["books.txt"], "Use --input books.txt."),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_word_too_many_is_answered_with_what_the_program_takes(program, words, advice):
+    """And not with a flag that has a similar name: cat is not --chat."""
+    said = error_of(*words, parse=functools.partial(flags.parse, program.Options))
+    assert said.startswith(f"The argument '{words[-1]}' was not expected. {advice}")
+
+
 @pytest.mark.gpt2
 def test_the_habits_of_other_trainers_are_answered_with_ours():
     answers = {
@@ -121,7 +137,7 @@ def test_the_habits_of_other_trainers_are_answered_with_ours():
         "lr=3e-4": "The argument 'lr=3e-4' was not expected. Use --max-lr.",
         "config/train_shakespeare_char.py": "Use --preset, which names a set of flags",
         "--preset gpt2-medum": "--preset: there is no 'gpt2-medum'. Did you mean gpt2-medium?",
-        "--sample-prompt The king": "'king' was not expected. Put quotes around a text of several words",
+        "--sample-prompt The king": "'king' was not expected. Which flag is it for?",
     }
     for words, said in answers.items():
         assert said in error_of(*words.split(), parse=read_flags)
@@ -135,6 +151,7 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypa
     with pytest.raises(SystemExit, match="0"):
         read_flags(["--preset", "quickstart", "--help"])
     usage, description, explained = re.split(r"\n\n(?=Train GPT-2|flags:)", capsys.readouterr().out)
+    assert re.search("--[a-z]+", explained.replace("--help", ""))[0] == "--preset", "the first one to choose"
     assert usage.startswith("usage: ")
     for preset in train_gpt2.PRESETS:
         assert re.search(rf"^    {preset} +\w", description, re.MULTILINE), "a line of its own"

@@ -1,11 +1,12 @@
-"""Flags from a dataclass, by argparse: one per field, with the field's comment as its help text.
+"""Flags from a dataclass, by argparse: one for each field, whose comment is its help text.
 
-That is the comment at the end of the field's line or, if there is none, the comment above it; any other comment is a
-heading. Fields that a class inherits come after its own. Annotated[str, "-m"] gives a flag a second name, and
-Annotated[str, "positional"] makes it an argument without a flag. An empty value, as of a shell variable that is not
-set, is refused except with Annotated[str, "may be empty"]. In other texts a leading ~ becomes the home folder: shells
-leave it as it is in --out-dir=~/run. Whole numbers may be written as 1e9. The range of a number is written at its
-field, as Positive[int].
+That is the comment at the end of the field's line or, if there is none, the comment above it. Where a field has both,
+the one above is the heading of a group. The help shows a class's own fields before inherited ones, and `preset` first.
+
+A field's Annotated may hold "-m", a second name of the flag; "positional", which makes it an argument without a flag;
+and "may be empty". Other texts must not be empty, as the value of an unset shell variable is, and may begin with ~, the
+home folder: a shell replaces it only at the beginning of a word, and not in --out-dir=~/run. Positive[int] and
+Positive[float] exclude 0. Whole numbers may be written as 1e9.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -29,6 +30,7 @@ ABOVE_0 = "above 0"
 Positive = Annotated[Number, ABOVE_0]  # Positive[int]: 1 or more
 SEE_HELP = "Run with --help to see all flags."
 SWITCH = {"true": True, "false": False}
+LIMIT = 1e18  # numbers are below it
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +43,12 @@ def parse(config_class: type[Config], args: Sequence[str] | None = None, **optio
     """Parse the command line into the dataclass `config_class`; for the options see `read`."""
     presets: Any = options.get("presets") or {"": config_class()}
     values = read(config_class, args, **options)
-    return dataclasses.replace(presets[values.get("preset", next(iter(presets)))], **values)
+    return dataclasses.replace(preset_of(values, presets), **values)
+
+
+def preset_of(values, presets):
+    """The preset that was typed, by default the first one."""
+    return presets[values.get("preset", next(iter(presets)))]
 
 
 def read(
@@ -51,7 +58,7 @@ def read(
     presets: Mapping[str, Any] | None = None,
     synonyms: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What was typed, {field of `config_class`: value}; --help prints the help text and exits.
+    """The values that were typed, {field of `config_class`: value}; --help prints the help text and exits.
 
     presets: {name: an instance with the defaults} for --preset, the first one by default; synonyms: other programs'
     names for the flags, {flag: names}.
@@ -59,22 +66,22 @@ def read(
     default: Any = config_class()
     parser = make_parser(config_class, default)
     words = spell_as_argparse(parser._actions, list(sys.argv[1:] if args is None else args))
-    found, unknown = parser.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
-        raise UserError(explain(unknown, parser._actions, synonyms or {}, presets or {}))
-    values = vars(found)
+        raise UserError(explain(unknown, parser._actions, synonyms or {}, presets=presets or {}))
+    values = vars(namespace)
     if values.pop("help"):
-        shown = presets[values.get("preset", next(iter(presets)))] if presets else default
+        shown = preset_of(values, presets) if presets else default
         make_parser(config_class, shown).print_help()
         sys.exit(0)
-    for field in dataclasses.fields(default):
-        if field.name in values and get_origin(kind_of(field)[0]) is tuple:
-            values[field.name] = tuple(values[field.name])
+    for name, value in values.items():
+        if isinstance(value, list):
+            values[name] = tuple(value)
     return values
 
 
 def make_parser(config_class, default):
-    """The parser of a dataclass's flags. It returns what was typed, and its help shows the values of `default`."""
+    """The parser of a dataclass's flags. It returns the values that were typed; its help shows those of `default`."""
     program = Path(sys.argv[0])
     parser = Parser(
         prog=f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name,
@@ -86,49 +93,76 @@ def make_parser(config_class, default):
     )
     group = parser.add_argument_group("flags")
     group.add_argument("-h", "--help", action="store_true", default=False, help="show this text")
-    comments, arguments = comments_of(config_class), []
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    for name in dict.fromkeys([*filter(fields.get, config_class.__annotations__), *fields]):
-        field, (heading, text) = fields[name], comments.get(name, ("", ""))
+    comments = comments_of(config_class)
+    arguments = []
+    for field in fields_in_order(config_class):
+        heading, text = comments.get(field.name, ("", ""))
         if heading:
             group = parser.add_argument_group(heading)
-        value = getattr(default, name)
-        if value not in ("", None, (), []):
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            text += f" (default: {['off', 'on'][value] if isinstance(value, bool) else shown})"
-        kind, notes = kind_of(field)
-        options: dict[str, Any] = dict(help=text.replace("%", "%%"))
-        is_several = get_origin(kind) in (tuple, list)
-        if is_several:
-            options |= dict(nargs="+", action="extend")
-            kind = get_args(kind)[0]
-        if kind is bool and not is_several:
-            options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(kind) is Literal:
-            choices = {str(choice): choice for choice in get_args(kind)}
-            options |= dict(type=functools.partial(read_choice, choices), metavar=f"{{{','.join(choices)}}}")
-        elif kind in READERS:
-            read, metavar = READERS[kind]
-            if "may be empty" in notes:
-                read = str
-            options |= dict(type=read, metavar=metavar)
-        else:
-            named = getattr(kind, "__name__", kind)
-            raise UserError(
-                f"The field {name} of {config_class.__name__} has the type {named!r}, of which there are no flags. Use "
-                "int, float, str, bool, Literal, or a tuple of numbers or texts, without quotes."
-            )
+        options = options_of(field, config_class)
+        options["help"] = help_text(text, getattr(default, field.name))
+        _, notes = kind_of(field)
         if "positional" in notes:
-            arguments.append(name.upper())
-            # of one value that is not typed, argparse would read the mark that it is missing
-            options |= {"nargs": "*"} if is_several else {"nargs": "?", "default": value}
-            options["metavar"] = arguments[-1]
-            parser.add_argument(name, **options)
+            options["metavar"] = field.name.upper()
+            arguments.append(options["metavar"])
+            parser.add_argument(field.name, **as_positional(options, default=getattr(default, field.name)))
         else:
-            synonyms = [note for note in notes if note.startswith("-")]
-            group.add_argument(*synonyms, flag_of(name), dest=name, **options)
+            synonyms = [each for each in notes if each.startswith("-")]
+            group.add_argument(*synonyms, flag_of(field.name), dest=field.name, **options)
     parser.usage = " ".join([parser.prog, *arguments, "[flags]"])
     return parser
+
+
+def fields_in_order(config_class):
+    """The fields as the help shows them: `preset`, those in the class itself, and those that it inherits."""
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    names = ["preset", *config_class.__annotations__, *fields]
+    return [fields[name] for name in dict.fromkeys(names) if name in fields]
+
+
+def options_of(field, config_class) -> dict[str, Any]:
+    """How argparse reads a field's value."""
+    kind, notes = kind_of(field)
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    options: dict[str, Any] = {}
+    if get_origin(kind) in (tuple, list):
+        options = {"nargs": "+", "action": "extend"}
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        choices = {str(choice): choice for choice in get_args(kind)}
+        read, metavar = functools.partial(read_choice, choices), f"{{{','.join(choices)}}}"
+    elif kind in READERS:
+        read, metavar = READERS[kind]
+    else:
+        named = getattr(kind, "__name__", kind)
+        raise UserError(
+            f"The field {field.name} of {config_class.__name__} has the type {named!r}, of which there are no flags. "
+            "Use int, float, str, bool, Literal, or a tuple of numbers or texts, without quotes."
+        )
+    if "may be empty" in notes:
+        read = str
+    return options | {"type": read, "metavar": metavar}
+
+
+def as_positional(options, default):
+    """The options of an argument without a flag, which may be left out."""
+    if "nargs" in options:
+        return options | {"nargs": "*"}
+    # argparse would read its mark for a missing value as if it had been typed
+    return options | {"nargs": "?", "default": default}
+
+
+def help_text(text, value):
+    """A flag's comment with its default, for argparse, to which % is special."""
+    if value not in ("", None, (), []):
+        shown = value
+        if isinstance(value, bool):
+            shown = "on" if value else "off"
+        elif isinstance(value, tuple):
+            shown = " ".join(map(str, value))
+        text += f" (default: {shown})"
+    return text.replace("%", "%%")
 
 
 def kind_of(field):
@@ -146,16 +180,21 @@ def comments_of(config_class):
     """{field: (the heading above it or "", its help text)}, from the source of the dataclass."""
     comments = {}
     sources = [inspect.getsource(each) for each in reversed(config_class.__mro__) if each is not object]
-    for above, name, own in re.findall(r"(?m)^((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", "".join(sources)):
+    for above, name, beside in re.findall(
+        r"(?m)^((?: +# .+\n)*)    (\w+): .+?(?:  # (.+))?\n", "".join(sources)
+    ):
         above = " ".join(re.findall("# (.+)", above))
-        comments[name] = (above, own) if own else ("", above)
+        comments[name] = (above, beside) if beside else ("", above)
     return comments
 
 
 def spell_as_argparse(actions, words):
-    """--max_steps as --max-steps, --compile=False and --compile False as --no-compile; words after "--" as they are."""
-    switches = [each.option_strings for each in actions if isinstance(each, argparse.BooleanOptionalAction)]
-    opposites = {flag: other for yes, no in switches for flag, other in ((yes, no), (no, yes))}
+    """--max_steps as --max-steps, --compile=False and --compile False as --no-compile; words after "--" unchanged."""
+    opposites = {}
+    for action in actions:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            yes, no = action.option_strings
+            opposites |= {yes: no, no: yes}
     spelled = []
     while words and words[0] != "--":
         word = words.pop(0)
@@ -165,13 +204,19 @@ def spell_as_argparse(actions, words):
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             word = flag + equals + value
-        if flag in opposites and (equals or (words and words[0].lower() in SWITCH)):
-            value = value if equals else words.pop(0)
-            if value.lower() not in SWITCH:
-                raise UserError(f"{flag} is {value!r}, but it must be true or false.")
-            word = flag if SWITCH[value.lower()] else opposites[flag]
+        if flag in opposites:
+            if not equals and words and words[0].lower() in SWITCH:
+                value = words.pop(0)
+            if equals or value:
+                word = flag if read_switch(flag, value) else opposites[flag]
         spelled.append(word)
     return spelled + words
+
+
+def read_switch(flag, value):
+    if value.lower() not in SWITCH:
+        raise UserError(f"{flag} is {value!r}, but it must be true or false.")
+    return SWITCH[value.lower()]
 
 
 def read_text(word):
@@ -186,7 +231,7 @@ def integer(word):
     return int(float(word)) if is_power else int(word)
 
 
-# {the type of a field: (its reader, what stands for a value in the help text)}
+# {the type of a field: (its reader, the word for a value in the help text)}
 READERS = {int: (integer, "INT"), float: (float, "FLOAT"), str: (read_text, "TEXT")}
 
 
@@ -199,8 +244,8 @@ def read_choice(choices, word):
 # ----- Mistyped flags -----------------------------------------------------------------------------------
 
 
-def explain(unknown, actions, synonyms, presets):
-    """A sentence for each flag of `unknown` that does not exist, or else for its first word."""
+def explain(unknown, actions, synonyms, *, presets):
+    """A sentence for each flag in `unknown` that does not exist or, if there is none, for its first word."""
     others = synonyms | {f"--preset {name}": name for name in presets}
     meanings = {name.strip("-"): name for action in actions for name in action.option_strings}
     meanings |= {theirs: ours for ours, names in others.items() for theirs in names.split()}
@@ -211,14 +256,17 @@ def explain(unknown, actions, synonyms, presets):
             for flag in mistakes
         )
     word = unknown[0]
-    if "input" in meanings:
-        meanings[word] = f"--input {word}"
-    if word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
-        meanings[word] = "--preset, which names a set of flags"
-    # perhaps a flag without its dashes, as in lr=3e-4
-    advice = closest(word.partition("=")[0], meanings)
-    quotes = "Put quotes around a text of several words; --help shows all flags."
-    return f"The argument {word!r} was not expected. {advice or quotes}"
+    takes_text = any(not action.option_strings and action.type in (str, read_text) for action in actions)
+    advice = f"Which flag is it for? {SEE_HELP}"
+    if "=" in word:  # perhaps a flag without its dashes, as in lr=3e-4
+        advice = closest(word.partition("=")[0], meanings) or advice
+    elif "input" in meanings:
+        advice = f"Use --input {word}."
+    elif word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
+        advice = "Use --preset, which names a set of flags."
+    elif takes_text:
+        advice = f"Put quotes around a text of several words. {SEE_HELP}"
+    return f"The argument {word!r} was not expected. {advice}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -227,7 +275,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name, meanings):
-    """A sentence that offers the meaning of the key of `meanings` closest to `name`; "" if none is close."""
+    """A sentence that offers the meaning of the key in `meanings` closest to `name`; "" if none is close."""
     for nearest in difflib.get_close_matches(name, meanings, n=1):
         meaning = meanings[nearest]
         if meaning.endswith("."):
@@ -248,19 +296,29 @@ def check(options: Any, complaints: Iterable[str] = ()) -> None:
     other negative numbers.
     """
     errors = list(complaints)
-    for field in dataclasses.fields(options):
-        value, default, notes = getattr(options, field.name), field.default, kind_of(field)[1]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value == default:
-            continue
-        if any(f"{flag_of(field.name)} is {value}, but" in error for error in errors):
-            continue  # a complaint says more
-        least = "0 or more"
-        if ABOVE_0 in notes:
-            least = "1 or more" if isinstance(value, int) else "above 0"
-        if not value < 1e18:
-            least += " and below 1e+18"
-        may_be_negative = isinstance(default, (int, float)) and default < 0
-        if (value < 0 and not may_be_negative) or (value == 0 and ABOVE_0 in notes) or not abs(value) < 1e18:
-            errors.append(f"{flag_of(field.name)} is {value}, but it must be {least}.")
+    for flag, value, error in range_errors(options):
+        if not any(f"{flag} is {value}, but" in complaint for complaint in errors):  # that says more
+            errors.append(error)
     if errors:
         raise UserError(" ".join(errors))
+
+
+def range_errors(options: Any) -> Iterator[tuple[str, Any, str]]:
+    """(flag, value, a sentence) for each number that is out of its range."""
+    for field in dataclasses.fields(options):
+        value: Any = getattr(options, field.name)
+        default: Any = field.default
+        if type(value) not in (int, float) or value == default:
+            continue
+        least, range_name = 0, "0 or more"
+        if ABOVE_0 in kind_of(field)[1]:
+            least, range_name = sys.float_info.min, "above 0"
+            if isinstance(value, int):
+                range_name = "1 or more"
+        elif type(default) in (int, float) and default < 0:
+            least = -LIMIT
+        if not value < LIMIT:
+            range_name += f" and below {LIMIT:g}"
+        if not least <= value < LIMIT:
+            flag = flag_of(field.name)
+            yield flag, value, f"{flag} is {value}, but it must be {range_name}."
