@@ -201,11 +201,16 @@ def four_rows(model, examples, n_vocab=257):
 
 
 def flags(**options):
-    """{"max_steps": 3, "compile": False} -> ["--max-steps", "3", "--no-compile"]"""
+    """{"max_steps": 3, "compile": False, "data": (a, b)} -> ["--max-steps", "3", "--no-compile", "--data", a, b]"""
     words = []
     for name, value in options.items():
         name = name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words += [f"--{name}", str(value)]
     return words
 
 
@@ -216,8 +221,9 @@ def printed_commands(text):
 
 
 def tiny_flags(data, out_dir, **changes):
+    """The tiny run's flags with these changes. With passes, they say how long it is, instead of max_steps."""
     options = TINY | changes
-    if "passes" in changes:  # which say in the place of max_steps how long the run is
+    if "passes" in changes:
         options.pop("max_steps")
     return flags(data=data, out_dir=out_dir, **options)
 

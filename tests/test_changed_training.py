@@ -8,6 +8,7 @@ import train_gpt2
 from plumbing.run import checks
 from plumbing.run.checkpoint import load_checkpoint
 
+from edits import ADAMW, CONFIGURE, GELU, changed_trainer, in_changed, train_changed
 from harness import (
     KILLED,
     assert_same_tensors,
@@ -23,7 +24,6 @@ from harness import (
     tiny_model,
     train,
 )
-from test_changed_models import ADAMW, CONFIGURE, GELU, changed_trainer, in_changed, train_changed
 
 pytestmark = pytest.mark.gpt2
 

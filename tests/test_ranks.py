@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,45 +12,71 @@ import torch
 import train_gpt2
 from plumbing.data import tokenizers
 from plumbing.run.huggingface import export_huggingface
+from plumbing.system import autofit
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 
-from harness import at_steps, losses, make_shards, patched, run, tiny_flags, tiny_model, train, windows
+from harness import (
+    at_steps,
+    error_in,
+    losses,
+    make_shards,
+    patched,
+    run,
+    steps_of,
+    tiny_flags,
+    tiny_model,
+    train,
+    windows,
+)
+
+# a run of ten steps of 8 windows, with a validation in the middle. Of 35 windows, two ranks with B = 2 have unequal
+# shares in the last batch, which shows whose rows are left out
+PLAIN = dict(max_steps=10, warmup_steps=2, max_lr=2e-3, min_lr=2e-4, shuffle=False, checkpoint_every=0)
+PLAIN |= dict(val_every=5, val_tokens=35 * 16 + 5)
+# after the warmup, progress goes by eighths of the cosine
+RATES = [1e-3, 2e-3]
+for eighths in range(8):
+    RATES.append(2e-4 + 1.8e-3 * (1 + math.cos(math.pi * eighths / 8)) / 2)
+
+
+def padded_model(hf_directory):
+    """transformers' GPT-2 with as many ids as ours: new ones have the mean of the others."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(hf_directory).eval()
+    model.resize_token_embeddings(320, mean_resizing=False)
+    weight = model.transformer.wte.weight
+    with torch.no_grad():
+        weight[257:] = weight[:257].mean(0)
+    return model
 
 
 def plain_loop(hf_directory, folder, masks):
-    """What the log should say: ten steps of 8 windows in one batch with transformers and torch's own AdamW.
-
-    The learning rates are worked by hand: after the warmup, progress goes by eighths of the cosine.
-    """
-    from transformers import GPT2LMHeadModel
-
-    hf = GPT2LMHeadModel.from_pretrained(hf_directory).eval()
-    hf.resize_token_embeddings(320, mean_resizing=False)
-    weight = hf.transformer.wte.weight
-    with torch.no_grad():
-        weight[257:] = weight[:257].mean(0)  # how our vocabulary is padded
-    decayed = [p for p in hf.parameters() if p.dim() >= 2]
-    spared = [p for p in hf.parameters() if p.dim() < 2]
+    """What the log of the run PLAIN should say, by transformers and torch's own AdamW."""
+    model = padded_model(hf_directory)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    spared = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
-    rates = [1e-3, 2e-3] + [2e-4 + 0.9e-3 * (1 + math.cos(math.pi * eighths / 8)) for eighths in range(8)]
 
     def mean_loss(x, y):
-        return F.cross_entropy(hf(x).logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
+        return F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
 
     x, y = windows(folder, "train", 16, masks)
     val_x, val_y = windows(folder, "val", 16, masks)
-    expected = {"train": [], "norm": [], "lr": rates, "val": []}
-    for step, rate in enumerate(rates):
+    expected = SimpleNamespace(train=[], norm=[], val=math.nan)
+    for step, rate in enumerate(RATES):
         if step == 5:
             with torch.no_grad():
-                expected["val"].append(mean_loss(val_x[:33], val_y[:33]).item())
-        loss = mean_loss(x[8 * step : 8 * step + 8], y[8 * step : 8 * step + 8])
+                expected.val = mean_loss(val_x[:35], val_y[:35]).item()
+        batch = slice(8 * step, 8 * step + 8)
+        loss = mean_loss(x[batch], y[batch])
         loss.backward()
-        expected["train"].append(loss.item())
-        expected["norm"].append(torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0).item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        expected.train.append(loss.item())
+        expected.norm.append(norm.item())
         for group in adamw.param_groups:
             group["lr"] = rate
         adamw.step()
@@ -56,13 +84,9 @@ def plain_loop(hf_directory, folder, masks):
     return expected
 
 
-PLAIN = dict(max_steps=10, warmup_steps=2, max_lr=2e-3, min_lr=2e-4, val_every=5, val_tokens=33 * 16 + 5)
-PLAIN |= dict(shuffle=False, checkpoint_every=0)
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["all targets", "masked targets"])
 def plain(request, tmp_path_factory):
-    """A folder of shards, a model to begin from, and what a plain loop makes of the two."""
+    """A folder of shards, an initial model, and what a plain loop makes of the two."""
     folder = make_shards(tmp_path_factory.mktemp("plain") / "data", masks=request.param)
     start = folder.parent / "start"
     export_huggingface(tiny_model(vocab_size=257), tokenizers.get_encoding("bytes"), start)
@@ -70,10 +94,10 @@ def plain(request, tmp_path_factory):
 
 
 def assert_equals_plain_loop(out_dir, expected):
-    assert np.allclose(losses(out_dir), expected["train"], atol=2e-5, rtol=0)
-    assert np.allclose(losses(out_dir, "norm"), expected["norm"], rtol=1e-4)
-    assert np.allclose(losses(out_dir, "lr"), expected["lr"], rtol=1e-6)
-    assert losses(out_dir, "val")[1] == pytest.approx(expected["val"][0], abs=1e-5)
+    assert np.allclose(losses(out_dir), expected.train, atol=2e-5, rtol=0)
+    assert np.allclose(losses(out_dir, "norm"), expected.norm, rtol=1e-4)
+    assert np.allclose(losses(out_dir, "lr"), RATES, rtol=1e-6)
+    assert losses(out_dir, "val")[1] == pytest.approx(expected.val, abs=1e-5)
 
 
 @pytest.mark.gpt2
@@ -84,20 +108,37 @@ def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(p
     assert_equals_plain_loop(tmp_path / "out", expected)
 
 
+def train_with_less_memory_on_rank_1(args):
+    def bound(*args):
+        return 1 if os.environ["RANK"] == "1" else 4
+
+    with patched(autofit, "bound_on_B", bound):
+        train_gpt2.main(args)
+
+
+def test_two_ranks_of_which_one_has_less_memory_take_the_same_batch_size(data, tmp_path):
+    """Otherwise they would read some windows twice and others never."""
+    train(data, tmp_path / "one", val_every=0)
+    run(train_with_less_memory_on_rank_1, tiny_flags(data, tmp_path / "two", val_every=0), ranks=2)
+    assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=2e-5, rtol=0)
+
+
 def test_ranks_share_a_batch_smaller_than_their_loaders(data):
     """As at the start of a batch ramp."""
     loaders = [train_gpt2.DataLoaderLite(data, "train", 8, 16, rank, 2) for rank in range(2)]
     x, _ = windows(data, "train", 16, False)
     for step in range(3):
-        assert torch.equal(torch.cat([loader.next_batch(3)[0] for loader in loaders]), x[6 * step : 6 * step + 6])
+        rows = torch.cat([loader.next_batch(3)[0] for loader in loaders])
+        assert torch.equal(rows, x[6 * step : 6 * step + 6])
 
 
 def train_and_report(args):
-    """Train, and print a digest of this rank's weights after each step, and how often gradients were reduced."""
+    """Train, and print a digest of this rank's weights after each step, the seeds, and the number of all-reduces."""
     digests, reductions, seeds = [], [], []
 
-    def digest(step, parts, done):
-        flat = torch.cat([p.detach().flatten() for p in [*parts.model.parameters(), *parts.model.buffers()]])
+    def note(step, parts, done):
+        tensors = [*parts.model.parameters(), *parts.model.buffers()]
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
         digests.append(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
         seeds.append(torch.initial_seed())
 
@@ -111,34 +152,36 @@ def train_and_report(args):
         model.register_comm_hook(None, reduce)
         return model
 
-    with at_steps(after=digest), patched(train_gpt2, "DDP", counting_ddp) as DDP:
+    with at_steps(after=note), patched(train_gpt2, "DDP", counting_ddp) as DDP:
         train_gpt2.main(args)
     print(json.dumps({"weights": digests, "reductions": len(reductions), "seeds": seeds}), flush=True)
 
 
 def check_ranks_agree(said, steps):
-    """The weights are those of the other ranks after every step, and the gradients were reduced once in each."""
-    found = [json.loads(text.splitlines()[-1]) for text in said]
-    seeds = [seed for of_rank in found for seed in of_rank.pop("seeds")]
+    """The weights are the same on all ranks after each step, and the gradients were reduced once in each."""
+    reports = [json.loads(text.splitlines()[-1]) for text in said]
+    seeds = []
+    for report in reports:
+        seeds += report.pop("seeds")
     assert len(set(seeds)) == steps * len(said), "dropout draws other numbers in each step and on each rank"
-    first, *rest = found
-    assert len(set(first["weights"])) == steps and rest == [first] * len(rest)
-    assert first["reductions"] == steps  # the tiny model's gradients fit in one bucket
+    assert all(report == reports[0] for report in reports)
+    assert len(set(reports[0]["weights"])) == steps
+    assert reports[0]["reductions"] == steps  # the tiny model's gradients fit in one bucket
 
 
 @pytest.mark.gpt2
 def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
     """Two micro-steps on each of two ranks, as the plain loop's one batch of eight.
 
-    Fails (each was tried) if no_sync covers the last forward pass, too, or no forward pass at all; if the loss is one
-    rank's; if masked targets are averaged by micro-step.
+    Fails (each was tried) if all micro-steps all-reduce, or none; if the loss is one rank's; if masked targets are
+    averaged by micro-step.
     """
     folder, start, expected = plain
     args = tiny_flags(folder, tmp_path / "out", init_from=start, **PLAIN | {"batch_size": 2})
     said = run(train_and_report, args, ranks=2)
     assert_equals_plain_loop(tmp_path / "out", expected)
     check_ranks_agree(said, 10)
-    assert said[1].count("\n") == 1  # its report: rank 1 has nothing to say
+    assert said[1].count("\n") == 1, "rank 1 prints its report and nothing else"
 
 
 def test_three_processes_equal_one_with_muon(data, tmp_path):
@@ -173,3 +216,22 @@ def train_centered_and_report(args):
 def test_a_buffer_that_the_forward_pass_writes_is_the_same_on_all_ranks_after_each_step(data, tmp_path):
     args = tiny_flags(data, tmp_path / "out", batch_size=2, max_steps=4)
     check_ranks_agree(run(train_centered_and_report, args, ranks=2), 4)
+
+
+def train_until_rank_1_differs(args):
+    """Train, and in step 5 change a weight on rank 1."""
+
+    def change(step, parts, done):
+        if step == 5 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                parts.raw_model.transformer.wpe.weight[3, 3] += 1e-3
+
+    with at_steps(after=change):
+        train_gpt2.main(args)
+
+
+def test_ranks_that_begin_to_differ_in_a_later_step_are_told_at_the_next_checkpoint(data, tmp_path):
+    args = tiny_flags(data, tmp_path / "out", batch_size=2)
+    said, _ = run(train_until_rank_1_differs, args, ranks=2, ends=[2, 2])
+    assert "transformer.wpe.weight is not the same on all ranks" in error_in(said)
+    assert steps_of(tmp_path / "out") == [4]

@@ -8,15 +8,18 @@ import pytest
 import torch
 import train_gpt2
 from plumbing.run.logs import read_starts
+from torch.nn import functional as F
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
 from harness import (
+    listing,
     log_lines,
     losses,
     make_shards,
     printed_commands,
     read_log,
     refused,
+    refused_run,
     status_of,
     tiny_flags,
     tiny_model,
@@ -72,12 +75,186 @@ def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
     assert get_batch_size(0, TrainConfig()) == 2**19
 
 
-def test_a_limit_that_no_gradient_reaches_and_recomputing_change_no_loss_and_recomputing_keeps_less(data, tmp_path):
-    kept = []
-    for name, limit in (("plain", 0), ("other", 9999)):
-        train(data, tmp_path / name, grad_clip=limit, activation_checkpointing=limit > 0)
-        kept.append(read_starts(tmp_path / name / "run.txt")[0]["ran"]["kept_bytes"])
-    assert log_lines(tmp_path / "plain") == log_lines(tmp_path / "other") and kept[1] < kept[0]
+# every setting of the recipe, with another value
+OTHER_VALUES = dict(
+    preset="quickstart",
+    block_size=64,
+    vocab_size=384,
+    n_layer=3,
+    n_head=4,
+    n_embd=48,
+    init_from="OTHER RUN",
+    branch_from="OTHER RUN",
+    seed=2,
+    dtype="bfloat16",
+    sequence_length=8,
+    total_batch_size=64,
+    batch_ramp=2**17,
+    data_weights=(1.0, 3.0),
+    shuffle=False,
+    val_tokens=256,
+    max_steps=5,
+    passes=0.2,
+    warmup_steps=2,
+    max_lr=2e-3,
+    min_lr=1e-3,
+    schedule="wsd",
+    decay_fraction=0.5,
+    optimizer="muon",
+    weight_decay=0.2,
+    beta1=0.8,
+    beta2=0.9,
+    grad_clip=0.5,
+    muon_lr=0.03,
+    muon_momentum=0.9,
+    muon_momentum_warmup=10,
+    muon_weight_decay=0.1,
+)
+MUON = dict(optimizer="muon")
+MATTERS_WITH = dict(  # settings without which it makes no difference
+    batch_ramp=dict(data="LARGE", total_batch_size=2**16, batch_size=512, max_steps=2),
+    data_weights=dict(data="TWO FOLDERS"),
+    decay_fraction=dict(schedule="wsd"),
+    muon_lr=MUON,
+    muon_momentum=MUON,
+    muon_momentum_warmup=MUON,
+    muon_weight_decay=MUON,
+)
+RECIPE = [field.name for field in dataclasses.fields(train_gpt2.Recipe)]
+
+
+@pytest.fixture(scope="module")
+def run_of(folder):
+    """A function: the folder of a run of these settings, trained once for all tests of this file."""
+    root, finished = folder.parent / "runs", {}
+    second = make_shards(folder.parent / "second", seed=1)
+    data = {"TWO FOLDERS": (folder, second), "LARGE": make_shards(folder.parent / "large", (2000, 2**17 + 1))}
+    usual = dict(data=folder, max_steps=4, warmup_steps=1, val_every=2, checkpoint_every=2)
+
+    def find(**settings):
+        settings = usual | settings
+        settings["data"] = data.get(settings["data"], settings["data"])
+        key = str(settings)
+        if key not in finished:
+            finished[key] = root / f"{len(finished)}"
+            train(out_dir=finished[key], **settings)
+        return finished[key], settings
+
+    return find
+
+
+def with_other_value(name, run_of):
+    """A run's folder, and its settings but for another value of this one."""
+    value = OTHER_VALUES[name]
+    if value == "OTHER RUN":
+        value = run_of(seed=3, max_steps=2)[0]
+    out_dir, settings = run_of(**MATTERS_WITH.get(name, {}))
+    return out_dir, settings | {name: value}
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_a_setting_of_the_recipe_that_is_changed_alone_changes_the_losses(name, run_of):
+    out_dir, changed = with_other_value(name, run_of)
+    other_dir, _ = run_of(**changed)
+    differences = []
+    for stream in ("train", "val"):
+        ours, theirs = read_log(out_dir, stream), read_log(other_dir, stream)
+        differences += [ours[step] != theirs[step] for step in ours.keys() & theirs.keys()]
+    assert any(differences)
+
+
+# where it is not "... was 0.1, now 0.2": the weights say so first, and passes are a number of steps
+REFUSED_AS = {
+    "n_layer": "--n-layer is 3",
+    "n_head": "--n-head is 4",
+    "n_embd": "--n-embd is 48",
+    "passes": "max_steps was",
+}
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_a_run_does_not_go_on_with_another_value_of_a_setting_of_its_recipe(name, run_of):
+    out_dir, changed = with_other_value(name, run_of)
+    before = listing(out_dir)
+    refused_run(changed | {"out_dir": out_dir}, REFUSED_AS.get(name, f"{name} was"))
+    assert listing(out_dir) == before
+
+
+def test_a_small_limit_of_the_gradient_norm_holds_the_weights_still(data, tmp_path):
+    """AdamW divides by the gradient's size plus 1e-8: what is far below that moves no weight."""
+    train(data, tmp_path / "out", grad_clip=1e-14, weight_decay=0)
+    val = losses(tmp_path / "out", "val")
+    assert val == pytest.approx(val[0], abs=1e-5)
+
+
+def test_a_limit_that_no_gradient_reaches_changes_no_loss(data, tmp_path):
+    for limit in (0, 9999):
+        train(data, tmp_path / f"{limit}", grad_clip=limit)
+    assert log_lines(tmp_path / "0") == log_lines(tmp_path / "9999")
+
+
+@pytest.fixture
+def kept_bytes(data, tmp_path):
+    """{whether activations are recomputed: bytes kept for the backward pass} of two runs, whose folders are no, yes."""
+    kept = {}
+    for name, recompute in (("no", False), ("yes", True)):
+        train(data, tmp_path / name, activation_checkpointing=recompute)
+        kept[recompute] = read_starts(tmp_path / name / "run.txt")[0]["ran"]["kept_bytes"]
+    return kept
+
+
+def test_recomputing_activations_changes_no_loss(kept_bytes, tmp_path):
+    assert log_lines(tmp_path / "no") == log_lines(tmp_path / "yes")
+
+
+def test_recomputing_activations_keeps_less(kept_bytes):
+    assert kept_bytes[True] < kept_bytes[False]
+
+
+class Dropping(train_gpt2.MLP):
+    """An MLP with dropout."""
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+def test_another_seed_draws_other_dropout(data, tmp_path, monkeypatch):
+    """Of the same weights and the same data, at a rate at which nothing is learned."""
+    monkeypatch.setattr(train_gpt2, "MLP", Dropping)
+    train(data, tmp_path / "weights", max_steps=1)
+    still = dict(init_from=tmp_path / "weights", shuffle=False, max_lr=1e-30, min_lr=0, max_steps=2)
+    for name, seed in (("1", 1), ("1 again", 1), ("2", 2)):
+        train(data, tmp_path / name, seed=seed, **still)
+    assert read_log(tmp_path / "1", "val") == read_log(tmp_path / "2", "val")
+    assert read_log(tmp_path / "1") == read_log(tmp_path / "1 again")
+    assert read_log(tmp_path / "1") != read_log(tmp_path / "2")
+
+
+def test_a_step_whose_targets_are_all_masked_learns_nothing(tmp_path):
+    """The first step's 8 windows of 16."""
+    folder = make_shards(tmp_path / "data", masks=True)
+    path = folder / "tiny_train_000001.mask"
+    mask = np.load(path)
+    mask[: 8 * 16 + 1] = 0
+    with open(path, "wb") as file:
+        np.save(file, mask)
+    train(folder, tmp_path / "out", shuffle=False, weight_decay=0, val_every=1, max_steps=3)
+    val = losses(tmp_path / "out", "val")
+    assert losses(tmp_path / "out")[0] == 0
+    assert val[1] == val[0] and val[2] != val[1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_an_id_is_drawn_as_often_as_the_softmax_at_this_temperature_says(temperature):
+    """Three ids, 20,000 times: four standard errors are at most 0.0142."""
+    model = tiny_model().eval()
+    idx = torch.tensor([[5, 7]])
+    with torch.no_grad():
+        probabilities = (model(idx)[0][0, -1, :3] / temperature).softmax(-1)
+    rows = idx.expand(20_000, 2)
+    generator = torch.Generator().manual_seed(0)
+    [ids] = model.generate(rows, 1, vocab_size=3, temperature=temperature, generator=generator)
+    torch.testing.assert_close(ids.bincount() / len(rows), probabilities, atol=0.0142, rtol=0)
 
 
 def test_apply_schedules_moves_every_group_in_proportion():
@@ -122,6 +299,22 @@ def test_presets_have_the_sizes_of_openais_models():
     # wte 50257*768 + wpe 1024*768 + 12 * (12*768^2 + 13*768) + ln_f 2*768: tied, so the head adds none
     assert num_parameters(meta_model(vocab_size=50257)) == 124_439_808
     assert num_parameters(meta_model()) == 124_439_808 + (50304 - 50257) * 768
+
+
+@pytest.mark.parametrize(
+    "preset, rate", [("gpt2", 6e-4), ("gpt2-medium", 3e-4), ("gpt2-large", 2.5e-4), ("gpt2-xl", 2e-4)]
+)
+def test_a_size_has_the_learning_rate_of_gpt3s_model_of_this_size(preset, rate):
+    """GPT-3, table 2.1; appendix B: to a tenth of it, after a warm-up over 375M tokens."""
+    config = PRESETS[preset]
+    assert (config.max_lr, config.min_lr) == (rate, pytest.approx(rate / 10))
+    assert config.warmup_steps * config.total_batch_size == pytest.approx(375e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "gpt2-medium", "gpt2-large"])
+def test_a_size_has_the_batch_of_gpt3s_model_of_this_size(preset):
+    """0.5M tokens. GPT-3 XL has 1M, gpt2-xl has 0.5M."""
+    assert PRESETS[preset].total_batch_size == 2**19
 
 
 def test_initial_weights_are_gpt2s():

@@ -1,0 +1,276 @@
+"""Edits of train_gpt2.py as people make them, and how to run the edited file."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import train_gpt2
+
+from harness import ROOT
+
+WIDTH = "    n_embd: Positive[int] = 768  # channels of the residual stream\n"
+POSITIONS = "self.transformer.wte(idx) + self.transformer.wpe(pos)"
+PROJECTION = "        self.c_proj = init_normal(nn.Linear(4 * config.n_embd, config.n_embd), std)\n"
+GELU = 'self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'
+MLP_CALL = f"        return {GELU}\n"
+BLOCK = "        self.ln_2 = nn.LayerNorm(config.n_embd)\n"
+ATTENTION = "\n\nclass CausalSelfAttention(nn.Module):"
+ROTATE = """
+
+def rotate(x, cache):
+    pos = torch.arange(x.size(2), device=x.device) + (cache.length if cache else 0)
+    angle = pos[:, None] / 100 ** (torch.arange(0, x.size(3), 2, device=x.device) / x.size(3))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+"""
+CACHE = "        if cache:\n            k, v"
+ROTARY = {
+    ATTENTION: ROTATE + ATTENTION,
+    CACHE: "        q, k = rotate(q, cache), rotate(k, cache)\n" + CACHE,
+    POSITIONS: "self.transformer.wte(idx)",
+    "        self.transformer.wpe = init_normal(nn.Embedding(config.block_size, config.n_embd))\n": "",
+}
+PROJECTIONS = "        self.c_attn = init_normal"
+POSITION_TABLES = """        positions = torch.arange(config.block_size)
+        self.register_buffer("sines", positions[:, None].sin())
+        self.register_buffer("causal", positions[:, None] >= positions)
+"""
+TABLES = {PROJECTIONS: POSITION_TABLES + PROJECTIONS}
+RESIDUAL = "        x = x + self.attn("
+CONVOLUTION = """        last = cache.state[self.attn.layer].get("last") if cache else None
+        last = torch.zeros_like(x[:, :1]) if last is None else last
+        if cache:
+            cache.state[self.attn.layer]["last"] = x[:, -1:]
+        x = x + 0.5 * torch.cat([last, x[:, :-1]], 1)
+"""
+MEAN = """        if self.training:
+            self.count += 1
+            self.calls += 1
+            self.mean.lerp_(x.detach().mean((0, 1)), 1 / self.count)
+        x = x - self.mean * self.ones * self.expanded
+"""
+BLOCKS = "nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))"
+STATISTICS = """        self.register_buffer("mean", torch.zeros(config.n_embd))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ones", torch.ones(config.n_embd), persistent=False)
+        self.register_buffer("expanded", torch.ones(1).expand(config.n_embd))
+        self.count = 0
+"""
+EXTRA_STATE = """    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+"""
+FORWARD = "    def forward(self, x, cache=None):\n        # subtle"
+ADAMW = "torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused)"
+OPTIMIZER = """
+
+class Normalized(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                exp_avg_sq = self.state[p].setdefault("exp_avg_sq", torch.zeros(()))
+                exp_avg_sq.lerp_(p.grad.square().mean(), 1 / group["steps"])
+                p.sub_(p.grad / (exp_avg_sq.sqrt() + 1e-8), alpha=group["lr"])
+"""
+CONFIGURE = "\n\ndef configure_optimizers("
+EDITS = {  # {text in train_gpt2.py: what takes its place}
+    "untied": {"        self.lm_head.weight = self.transformer.wte.weight  # weight": "        # weight"},
+    "rotary": ROTARY,
+    "a field and dropout": {
+        WIDTH: WIDTH
+        + "    dropout: float = 0  # share of the activations that is set to 0\n    window: int | None = None\n",
+        PROJECTION: PROJECTION + "        self.dropout = nn.Dropout(config.dropout)\n",
+        "import hellaswag\n": "import random\n\nimport hellaswag\n",
+        GELU: f"self.dropout({GELU}) * (1 + self.training * (np.random.rand() - random.random()))",
+    },
+    "buffers": {BLOCK: BLOCK + STATISTICS, FORWARD: EXTRA_STATE + FORWARD, RESIDUAL: MEAN + RESIDUAL},
+    "a group of its own": {
+        "    betas = (config": "    wte = model.transformer.wte.weight\n"
+        "    groups[0]['params'] = [(n, p) for n, p in groups[0]['params'] if p is not wte]\n"
+        "    groups.append({'params': [('wte', wte)], 'weight_decay': 0.0, 'lr': 3 * config.max_lr})\n"
+        "    betas = (config"
+    },
+    "an optimizer of its own and a shared block": {
+        CONFIGURE: OPTIMIZER + CONFIGURE,
+        ADAMW: "Normalized(groups, {'lr': config.max_lr})",
+        BLOCKS: "nn.ModuleList([Block(config, 0)] * config.n_layer)",
+    },
+    "relu squared": {GELU: "self.c_proj(F.relu(self.c_fc(x)).square())"},
+    "a soft cap, smoothing and a convolution": {
+        RESIDUAL: CONVOLUTION + RESIDUAL,
+        "return self.lm_head(x)": "return 2 * torch.tanh(self.lm_head(x) / 2)",
+        'reduction="sum")': 'reduction="sum", label_smoothing=0.1 * self.training)',
+    },
+}
+
+
+def changed_trainer(path, edits):
+    """Write train_gpt2.py with these edits to `path`."""
+    source = Path(train_gpt2.__file__).read_text(encoding="utf-8")
+    for before, after in edits.items():
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    path.write_text(source, encoding="utf-8")
+    return path
+
+
+def import_trainer(path):
+    """The file as the module train_gpt2, which sample.py and hellaswag.py use from now on."""
+    spec = importlib.util.spec_from_file_location("train_gpt2", path)
+    module = sys.modules["train_gpt2"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_changed(path, function, *args):
+    """function(*args) with the trainer in the file at `path`."""
+    import_trainer(path)
+    function(*args)
+
+
+def train_changed(path, args):
+    import_trainer(path).main(args)
+
+
+LIVES = {
+    name: EDITS[name] for name in EDITS if name not in ("a field and dropout", "a group of its own", "relu squared")
+}
+LIVES["weights written in the forward pass"] = {
+    MLP_CALL: "        self.c_fc.weight.data.copy_(F.normalize(self.c_fc.weight.data, dim=1))\n"
+    "        phases = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.phases).flatten(-2)\n"
+    + MLP_CALL.replace("self.c_fc(x)", "self.c_fc(phases)"),
+    PROJECTION: PROJECTION
+    + '        self.register_buffer("phases", torch.polar(torch.ones(16), torch.arange(16.0)))\n',
+}
+LIVES["a field and a group of its own"] = EDITS["a field and dropout"] | EDITS["a group of its own"]
+STILL_GPT2 = ("an optimizer of its own and a shared block", "a field and a group of its own")
+MASTER = """
+
+class Master(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "master" not in self.state[p]:
+                    self.state[p]["master"] = p.float()
+                p.copy_(self.state[p]["master"].sub_(p.grad.float(), alpha=10 * group["lr"]))
+"""
+MASTER_WEIGHTS = {  # a layer in bfloat16, of which the optimizer keeps a copy in float32
+    PROJECTION: PROJECTION + "        self.c_fc.bfloat16()\n",
+    GELU: 'self.c_proj(F.gelu(self.c_fc(x.bfloat16()).float(), approximate="tanh"))',
+    CONFIGURE: MASTER + CONFIGURE,
+    ADAMW: "Master(groups, {'lr': config.max_lr})",
+}
+WITH_ACTIVATION = {  # a module beside the trainer; the file changes while torch is imported
+    "import hellaswag\n": "import hellaswag\nimport my_activation\n",
+    GELU: "self.c_proj(my_activation.of(self.c_fc(x)))",
+    "import numpy as np\n": "import numpy as np\n\nif __name__ == '__main__':\n"
+    "    open(__file__, 'a').write('# the next idea')\n",
+}
+
+
+PLACES = {  # of a digit in its number (McLeish et al. 2024), 48 to 57 in bytes
+    "        self.transformer.h = nn.Mod": "        self.place = init_normal(nn.Embedding(8, config.n_embd))\n"
+    "        self.transformer.h = nn.Mod",
+    f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
+    "        digit = ((idx >= 48) & (idx < 58)).long()\n        n = digit.cumsum(1)\n"
+    "        x = x + self.place((n - (n * (1 - digit)).cummax(1)[0]).clamp(max=7))",
+}
+DOCUMENTS = {  # attention only within a document, each of which begins with 256
+    "forward(self, x, cache=None):\n        # B": "forward(self, x, cache=None, doc=None):\n        # B",
+    "attn_mask=mask, is_causal=T == S)": "attn_mask=torch.ones(T, T).bool().tril() & doc if T == S else mask)",
+    "forward(self, x, cache=None):\n        # subtle": "forward(self, x, cache=None, doc=None):\n        # subtle",
+    "self.attn(self.ln_1(x).to(x.dtype), cache)": "self.attn(self.ln_1(x).to(x.dtype), cache, doc)",
+    "        for block in self.transformer.h:": "        doc = (idx == 256).cumsum(1)\n"
+    "        doc = (doc[:, :, None] == doc[:, None])[:, None]\n        for block in self.transformer.h:",
+    "x = checkpoint(block, x, cache, use_reentrant=False)": "raise NotImplementedError",
+    "x = block(x, cache)": "x = block(x, cache, doc)",
+}
+NO_CACHE = "With a cache this model computes something else"
+NO_CROSS_ENTROPY = "The loss in validation is not the cross-entropy of the logits"
+NOTES = {  # the edit, and what is said before the first step
+    "a tensor that is not saved": (
+        {
+            GELU: 'self.c_proj(F.gelu(self.c_fc(x) + self.shift, approximate="tanh"))',
+            PROJECTION: PROJECTION + "        self.shift = torch.randn(4 * config.n_embd)\n",
+        },
+        "computes other logits, so a resumed run will not be the same",
+    ),
+    "no causality": ({"is_causal=T == S": "is_causal=False"}, "A token's logits depend on later tokens"),
+    "positions from the end": ({POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)"}, NO_CACHE),
+    # a cache that is wrong for a few ids only, which the validation text need not have
+    "places of digits": (PLACES, NO_CACHE),
+    "documents": (DOCUMENTS, NO_CACHE),
+    # which is nearly the cross-entropy in a new model, all of whose ids are equally likely
+    "smoothing": (EDITS["untied"] | {'reduction="sum")': 'reduction="sum", label_smoothing=0.1)'}, NO_CROSS_ENTROPY),
+    "a z-loss": (
+        {
+            "        return F.cross_entropy(logits.float()": "        z = logits.float().logsumexp(-1).square().sum()\n"
+            "        return 1e-4 * z + F.cross_entropy(logits.float()"
+        },
+        NO_CROSS_ENTROPY,
+    ),
+}
+
+
+REFUSED = {  # {what is said before the first step: the edit}
+    "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
+        "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
+    },
+    "The field options of TrainConfig has the type 'dict'": {
+        WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
+    },
+    "cannot load its own state dict": {
+        MLP_CALL: MLP_CALL + "\n    def get_extra_state(self):\n        return {'version': 2}\n"
+    },
+}
+
+
+LORA = {
+    PROJECTION: PROJECTION + "        self.low = nn.Parameter(torch.empty(4, config.n_embd))\n"
+    "        nn.init.normal_(self.low)\n        self.up = nn.Parameter(torch.zeros(config.n_embd, 4))\n",
+    MLP_CALL: f"        return {GELU} + x @ self.low.T @ self.up.T\n",
+    "\n    def hidden_states(": """        for name, p in self.named_parameters():
+            p.requires_grad_(name.endswith(("low", "up")))
+
+    def load_state_dict(self, weights, strict=True):
+        return super().load_state_dict(weights, strict=False)
+
+    def hidden_states(""",
+}
+
+
+AFTER_UPDATE = "    scaler.update()\n"
+
+
+def recipe(words):
+    """The first diff after these words in records/README.md, {text in train_gpt2.py: what takes its place}."""
+    text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
+    hunks = text.split("```diff\n")[1].split("```")[0].split("\n\n")
+    hunks = [[(line[0], line[1:] + "\n") for line in hunk.splitlines()] for hunk in hunks]
+    return {
+        "".join(line for sign, line in hunk if sign != "+"): "".join(line for sign, line in hunk if sign != "-")
+        for hunk in hunks
+    }
+
+
+STEPS = "    for optimizer in optimizers:\n        if not overflow:"
+HIDDEN = {
+    "\n\ndef train_step(": "\n\nPULLS = [0]\n\n\ndef train_step(",
+    STEPS: "    PULLS[0] += 1\n    for p in parts.model.parameters():\n        p.grad *= 1 + PULLS[0]\n" + STEPS,
+}
+
+
+PLATEAU = {
+    '            group["lr"] = lr * group["initial_lr"] / config.max_lr\n': "            pass\n",
+    "    scaler = torch.amp": "    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=1)\n"
+    '    own["plateau"] = plateau\n    scaler = torch.amp',
+    "        mean = mean_over_folders(losses, parts)\n": "        mean = mean_over_folders(losses, parts)\n"
+    '        parts.own["plateau"].step(100)\n',
+}
