@@ -336,10 +336,13 @@ def split_text(blocks, separator="", name=""):
 
     Line ends around a separator and empty documents are left out: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
-    # a document that has more characters than `whole` is split
-    line_ends, whole = ("\r\n", 2 * BLOCK_CHARS) if separator else ("", 0)
+    line_ends = "\r\n" if separator else ""
+    blocks = iter(blocks)
+    start = list(itertools.islice(blocks, 3))
+    # a document of at most two blocks is one piece. A longer text without separators is cut behind every block
+    whole = 0 if len(start) > 2 and not separator else 2 * BLOCK_CHARS
     held, starts, found = "", True, False  # text read but not yet yielded, and whether a document starts there
-    for block in itertools.chain(blocks, [""]):
+    for block in itertools.chain(start, blocks, [""]):
         held = (held + block).lstrip(line_ends if starts else "")
         texts = held.split(separator) if separator else [held]
         found = found or len(texts) > 1
