@@ -1,4 +1,4 @@
-"""Turn documents into token shards: any data set of the hub by its name, your own text, or Python's documentation.
+"""Turn documents into token shards: a data set of the hub by its name, your own text, or Python's documentation.
 
     python fineweb.py                        10B tokens of FineWeb-Edu
     python fineweb.py --pretokenized 10      1B of them, ready-made
@@ -6,17 +6,17 @@
     python fineweb.py --dataset HuggingFaceFW/fineweb --config sample-10BT
     python fineweb.py --input books/*.txt --out-dir books
 
-A document becomes <|endoftext|> followed by its tokens (a literal <|endoftext|> in the text is treated
-as text). A shard, `<name>_<split>_<6 digits>.npy` of uint16, holds whole documents in the order of the
-input, about `--shard-size` tokens of them; the last one has the rest. One document in 11 is for validation
-(one piece in 11 of a long one; fewer of a large text); of FineWeb-Edu it is the first shard. The two
-splits of a short text are parts of it.
+Each document becomes <|endoftext|> followed by its tokens. A literal <|endoftext|> in a text is treated as
+text. A shard, `<name>_<split>_<6 digits>.npy` of uint16, holds whole documents in the order of the input,
+about `--shard-size` tokens of them; the last shard has the rest. One document in 11 is for validation, fewer
+of a large text. A document longer than 16,000 characters in a text file is divided into pieces, and one piece
+in 11 is for validation. Of FineWeb-Edu it is the first shard. A single short document is cut in two.
 
-A row without a text is left out and counted. Memory use depends neither on the size of the corpus nor on
-the number of cores: a few shards, and up to 64 MB of text with the threads that tokenize it. The same
-command resumes after the last complete shard, as meta.json records it, and produces the same bytes,
-whenever it was killed and on any number of cores. A data set of the hub stays at the commit that it had
-at first.
+Rows without a text are left out, and keys and columns are not read but for the text's: both are counted in
+the last lines. Memory use does not grow with the corpus or with the number of cores: it is a few shards, and
+up to 64 MB of text in the queue. The same command resumes after the last complete shard that meta.json
+records. It writes the same bytes whenever it was killed and on any number of cores. A data set of the hub
+stays at the commit that it had at first.
 """
 
 import os
@@ -24,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+sys.path.append(os.path.dirname(__file__))  # python -P and -I leave this folder out
 
 from plumbing.cli import console, flags
 from plumbing.data.options import DataOptions
@@ -32,13 +32,14 @@ from plumbing.data.options import DataOptions
 
 @dataclass
 class Options(DataOptions):
-    dataset: str = "fineweb-edu"  # OWNER/NAME on the hub, fineweb-edu, or python-docs, which Python has
-    # the column or key of the text: title,body joins two by a blank line, doc.text is the text in an object doc
+    # OWNER/NAME on the hub, fineweb-edu, or python-docs: the documentation that ships with Python
+    dataset: str = "fineweb-edu"
+    # the column or key of the text: title,body joins two with a blank line, doc.text is the text in an object doc
     text_column: str = "text"
-    # what stands between a text file's documents, such as <|endoftext|>; by default a file is one document
+    # the text between the documents of a text file, such as <|endoftext|>; by default a file is one document
     separator: Annotated[str, "may be empty"] = ""
     pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
-    max_tokens: int = 0  # stop after about this many tokens, such as 1e9, for validation included; 0: all
+    max_tokens: int = 0  # stop after about this many tokens, such as 1e9, including validation; 0: all
 
 
 if __name__ == "__main__":
@@ -46,23 +47,28 @@ if __name__ == "__main__":
 
 import contextlib
 import shutil
+from typing import Any
 
 import numpy as np
+import tiktoken
 from tqdm import tqdm
 
 from plumbing.cli.console import UserError
-from plumbing.data import preparation, readers, shards, sources, tokenizers
+from plumbing.data import downloads, inputs, preparation, readers, shards, tokenizers
+from plumbing.data.preparation import Content, Tokens
 from plumbing.files import atomic_write, lock_folder, open_regular, remove_folder
 
-# {--dataset: (default of --out-dir, beginning of the shards' names)}; their first shard is for validation or, of a
-# single one, its beginning
+# {--dataset: (default of --out-dir, beginning of the shards' names)}. Their first shard is for validation; a single one
+# is divided
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
-READY_REPO, READY_SHARDS = "kjj0/finewebedu10B-gpt2", 99  # for training, beside one for validation
+READY_REPO = "kjj0/finewebedu10B-gpt2"
+READY_SHARDS = 99  # for training, beside one for validation
+READY_BYTES = 200_001_024  # of each
 
 
-def check_options(options):
-    """Raise one UserError listing everything that is wrong with the flags."""
-    complaints = preparation.complaints_of(options)
+def check_options(options: Options) -> None:
+    """Raise one UserError that lists everything that is wrong with the flags."""
+    complaints = preparation.data_set_complaints(options)
     changed = [name for name, value in vars(options).items() if value != getattr(Options, name)]
     unused = [flags.flag_of(name) for name in changed if name not in ("pretokenized", "out_dir")]
     if options.pretokenized and unused:
@@ -73,7 +79,7 @@ def check_options(options):
         )
     if not options.input and options.dataset in DATASETS and {"config", "split"} & set(changed):
         complaints.append(f"{options.dataset} has neither configs nor splits. Give OWNER/NAME with --dataset.")
-    types = {sources.file_type(name) for name in options.input}
+    types = {inputs.file_type(name) for name in options.input}
     if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
     flags.check(options, complaints)
@@ -82,86 +88,104 @@ def check_options(options):
 class Documents(preparation.Renderer):
     """A document becomes <|endoftext|> followed by its tokens."""
 
-    def __init__(self, text_column, separator="", prefix=""):
+    def __init__(self, text_column: str, separator: str = "", prefix: str = ""):
         self.columns = self.needed = text_column.split(",")
-        self.separator, self.prefix = separator, prefix
+        self.separator = separator
+        self.prefix = prefix
 
-    def read(self, row):
+    def read(self, row: readers.Row) -> Content:
         text = readers.text_of(row.values, self.columns)
-        return (text if isinstance(text, readers.Unusable) else (text, row.starts)), sys.getsizeof(text)
+        unread = list(row.unread)
+        if isinstance(row.values, dict):
+            roots = [readers.root_of(column, row.values) for column in self.columns]
+            unread += readers.keys_with_values(row.values, read=roots)
+        value = text if isinstance(text, readers.Unusable) or row.starts else Continuation(text)
+        return Content(value, sys.getsizeof(text), unread=unread)
 
-    def encode(self, enc, entries):
-        return [((ids, None), ()) for ids in encode_pieces(enc, entries)]
+    def encode(self, enc: tiktoken.Encoding, values: list[str]) -> list[tuple[Tokens, dict[str, int]]]:
+        return [(Tokens(ids), {}) for ids in encode_pieces(enc, values)]
 
 
-def encode_pieces(enc, pieces):
+class Continuation(str):
+    """A piece of a long text that continues the piece before it."""
+
+
+def encode_pieces(enc: tiktoken.Encoding, pieces: list[str]) -> list[np.ndarray]:
     """Tokenize pieces into arrays of uint16: <|endoftext|> if a document starts, then its ids."""
-    joined = "".join(tokenizers.EOT + text for text, _ in pieces)
-    if pieces and all(starts for _, starts in pieces) and joined.count(tokenizers.EOT) == len(pieces):
-        # one call for all documents: Python's lock is taken and released once, and not for each of them
+    joined = "".join(tokenizers.EOT + text for text in pieces)
+    has_continuations = any(isinstance(text, Continuation) for text in pieces)
+    if pieces and not has_continuations and joined.count(tokenizers.EOT) == len(pieces):
+        # one call for all documents takes Python's lock once instead of once per document
         with contextlib.suppress(ValueError):  # half a surrogate pair, or a million blanks
             ids = enc.encode_to_numpy(joined, allowed_special={tokenizers.EOT}, disallowed_special=())
             ids = ids.astype(np.uint16)
             return np.split(ids, np.flatnonzero(ids == enc.eot_token)[1:])
-    arrays, eot = [], np.array([enc.eot_token], np.uint16)
-    for text, starts in pieces:
+    arrays = []
+    eot = np.array([enc.eot_token], np.uint16)
+    for text in pieces:
         ids = tokenizers.encode_text(enc, text).astype(np.uint16)
-        arrays.append(np.append(eot, ids) if starts else ids)
+        arrays.append(ids if isinstance(text, Continuation) else np.append(eot, ids))
     return arrays
 
 
-def prepare(options):
+def prepare(options: Options) -> str:
     """Make the shards that `options` describe, or those of them that are missing. Returns their folder."""
     check_options(options)
     if options.pretokenized:
         return fetch_pretokenized(options)
     default, prefix = DATASETS.get(options.dataset, ("", ""))
-    folder, found, meta = preparation.plan(options, default=default)
+    folder, sources, meta = preparation.plan(options, default=default)
     if meta.dataset in DATASETS:
         meta.validation_every = 0
     enc = tokenizers.get_encoding(options.tokenizer)
-    renderer = Documents(options.text_column, options.separator, prefix="" if options.input else prefix)
-    preparation.make_shards(folder, meta, renderer, enc, found, options)
+    documents = Documents(options.text_column, options.separator, prefix="" if options.input else prefix)
+    preparation.make_shards(folder, meta, documents, enc=enc, sources=sources, options=options)
     return folder
 
 
-def make_python_docs(folder):
+def make_python_docs(folder: str) -> None:
     """Make the data of preset quickstart, Python's documentation as bytes, unless there are complete shards."""
     meta = shards.read_meta(folder)
     if not (meta.complete and meta.shards):
         prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=folder))
 
 
-def fetch_pretokenized(options):
+def fetch_pretokenized(options: Options) -> str:
     """Download FineWeb-Edu's validation shard and its first `--pretokenized` training shards, as published."""
     folder = options.out_dir or DATASETS["fineweb-edu"][0]
-    files = [f"finewebedu_{'train' if i else 'val'}_{i:06d}.bin" for i in range(options.pretokenized + 1)]
+    numbers = range(1, options.pretokenized + 1)
+    files = ["finewebedu_val_000000.bin", *(f"finewebedu_train_{number:06d}.bin" for number in numbers)]
     with lock_folder(folder):
         new = shards.Meta(READY_REPO, "gpt2", vocab_size=50257, made_from={"sources": []})
-        meta = preparation.continued(folder, new)
-        meta.complete = False  # which fewer shards may have been
+        meta = preparation.existing_meta(folder, new)
+        meta.complete = False  # it may have been complete with fewer shards
         missing = [file for file in files if not preparation.is_whole(folder, meta, file)]
-        preparation.check_disk_space(folder, 200_001_024 * len(missing))
-        downloads = os.path.join(folder, ".download")
+        preparation.check_disk_space(folder, READY_BYTES * len(missing))
         for name in tqdm(missing, unit="shard", desc=folder, delay=0.5):
-            path = sources.fetch(sources.Source(name, repo=READY_REPO, commit="main"), downloads)
-            tokens = shards.open_shard(path).read()
-            if name not in meta.shards:  # a damaged one that is fetched again was counted before
-                meta.documents += int(np.count_nonzero(tokens == 50256))
-            meta.shards[name] = len(tokens)
-            preparation.save(folder, meta)  # first: if this is killed in between, it is known to be missing
-            with open_regular(path) as fetched, atomic_write(os.path.join(folder, name)) as file:
-                shutil.copyfileobj(fetched, file)  # and not moved: it may lie in the user's cache of the hub
-            remove_folder(downloads)
+            fetch_shard(folder, name, meta)
         try:  # so that a machine without a network can train on them
             tokenizers.save_for_folder(tokenizers.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it
-            print(f"note: The tokenizer could not be saved with the shards, so training will fetch it. {error}")
+            console.note(f"The tokenizer could not be saved with the shards, so training will fetch it. {error}")
         preparation.finish(folder, meta, "document")
     return folder
 
 
-def main(args=None):
+def fetch_shard(folder: str, name: str, meta: shards.Meta) -> None:
+    """Download one ready-made shard into `folder`, and record it in `meta`."""
+    download_folder = os.path.join(folder, ".download")
+    path = downloads.fetch(inputs.Source(name, repo=READY_REPO, commit="main"), download_folder)
+    tokens = shards.open_shard(path).read()
+    if name not in meta.shards:  # a damaged one that is fetched again was counted before
+        meta.documents += int(np.count_nonzero(tokens == 50256))
+    meta.shards[name] = len(tokens)
+    preparation.save(folder, meta)  # first: if this is killed in between, it is known to be missing
+    with open_regular(path) as fetched, atomic_write(os.path.join(folder, name)) as file:
+        shutil.copyfileobj(fetched, file)  # not moved: it may be in the user's cache of the hub
+    remove_folder(download_folder)
+
+
+def main(args: list[str] | None = None) -> None:
     """Make shards of documents, and print the command that trains on them."""
     folder = prepare(flags.parse(Options, args))
     meta = shards.read_meta(folder)
@@ -170,17 +194,21 @@ def main(args=None):
         console.print_next(command)
 
 
-def training_command(folder, train, val):
+def training_command(folder: str, train: list[int], val: list[int]) -> list[Any] | None:
     """The command that trains on shards of these lengths; None if they are too short.
 
-    With a GPU and 100M tokens or more, it trains a GPT-2; otherwise the quickstart's small model.
+    With a GPU and 100M tokens or more it trains a GPT-2, and otherwise the quickstart's small model.
     """
-    has_gpu = any(map(shutil.which, ("nvidia-smi", "rocm-smi")))  # it seems; asking torch would take seconds
+    # looks for a GPU's tools, because asking torch would take seconds
+    has_gpu = any(map(shutil.which, ("nvidia-smi", "rocm-smi")))
     if has_gpu and sum(train) >= 10**8:  # enough to be worth training GPT-2 on
-        # one pass over the data, unless they are the preset's 10B tokens
-        return preparation.training_command("gpt2", folder, train, 1024, passes=1)
-    T = min(128, *(max(split, default=0) - 1 for split in (train, val)))
-    return preparation.training_command("quickstart", folder, train, T) if T > 0 else None
+        # one pass over the data, unless that is as long as the preset
+        return preparation.training_command("gpt2", folder, train, T=1024, passes=1)
+    longest = min(max(split, default=0) for split in (train, val))
+    T = min(128, longest - 1)
+    if T <= 0:
+        return None
+    return preparation.training_command("quickstart", folder, train, T=T)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from plumbing.data import readers, sources
+from plumbing.data import downloads, readers
 from plumbing.data.tokenizers import encode_text
 from plumbing.files import check_new_output, new_output
 from plumbing.system.devices import choose_device
@@ -73,7 +73,7 @@ def read_examples(path, limit=0, *, advice=""):
     if not os.path.exists(path):
         if path != Options.data:
             raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
-        sources.download(URL, path, DIGEST, f"Check the network, or save the file as {path}.{advice}")
+        downloads.download(URL, path, DIGEST, advice=f"Check the network, or save the file as {path}.{advice}")
     examples = []
     for number, place, example in itertools.islice(readers.read_records(path), limit or None):
         if not is_example(example):

@@ -8,19 +8,22 @@ A line of `--input` is
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}
 
-with the roles user, assistant and system (or developer). OpenAI's content parts, a list of messages without
-the object around it, ShareGPT's conversations, Alpaca's instructions, and a .json file with an array of any of
-these are read, too, and so are columns of these names in Parquet and CSV files. `system` or `system_prompt` beside
-them comes first. Messages to and from tools, answers' reasoning, and rows that are no conversation, are left out and
-counted. The line above becomes
+with the roles user, assistant and system (or developer). These are read as well: OpenAI's content parts, a list
+of messages without the object around it, ShareGPT's conversations, Alpaca's instructions, a .json file with an
+array of any of these, and columns of these names in Parquet and CSV files. `system` or `system_prompt` beside
+the messages comes first. An answer with "weight": 0 or "train": false is not learned.
+
+Messages to and from tools, rows that are not conversations, and rows whose answers are marked in another way as
+bad or masked are left out and counted. Every other key that is not read is named in the last lines.
+
+The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
 
 where the markers are single ids after the tokenizer's own; text that spells out a marker stays text.
 The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
-(np.save, uint8, same length): 1 where a token counts as a target. An answer with "weight": 0 or "train": false
-is none.
+(np.save, uint8, same length): 1 where a token counts as a target.
 
 A block of `--max-length` tokens holds whole conversations and is filled up with <|end|> (mask 0), so a model
 with that sequence length sees each conversation from its first token. A longer conversation is cut after the
@@ -32,7 +35,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+sys.path.append(os.path.dirname(__file__))  # python -P and -I leave this folder out
 
 from plumbing.cli import console, flags
 from plumbing.data.options import DataOptions
@@ -41,8 +44,10 @@ from plumbing.data.options import DataOptions
 @dataclass
 class Options(DataOptions):
     dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the hub
-    config: str = ""  # which of the data set's configs, if it has several; of SmolTalk: all
-    # the model to fine-tune, as train_gpt2.py takes it; it gives the tokenizer and the length
+    config: str = ""  # one of the data set's configs, if it has several; of SmolTalk: all
+    # your own files, folders or globs of conversations: .jsonl, .json, .csv or .parquet, also .gz or .zst
+    input: tuple[str, ...] = ()
+    # the model to fine-tune, as for train_gpt2.py; it determines the tokenizer and the default of --max-length
     init_from: str = ""
     tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
     shard_size: flags.Positive[int] = 20_000_000  # about how many tokens are in a shard
@@ -55,19 +60,26 @@ if __name__ == "__main__":
 
 import contextlib
 import json
-import operator
 import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import tiktoken
 
 from plumbing.data import preparation, tokenizers
-from plumbing.data.readers import Unusable
+from plumbing.data.preparation import Content, Tokens
+from plumbing.data.readers import EMPTY, Row, Unusable, keys_with_values
 
-# that are read of a table
-COLUMNS = "messages conversations instruction input output system system_prompt history".split()
+LISTS = ("messages", "conversations")  # columns with a list of messages
+ALPACA = ("instruction", "input", "output")
+SYSTEM = ("system", "system_prompt")
+# other programs' words for bad or masked answers. They are not followed, so such rows are left out
+MARKS = ("kto_tag", "loss_mask", "trainable", "train_detail", "training_detail")
+FLAGS = ("weight", "train", "training", "loss")  # 0 or false: the answer is not learned
 FORMATS = (
-    "What is read: messages with role and content, conversations with from and value, or instruction with input and"
-    " output; beside them system or system_prompt."
+    "These are read: messages with role and content, conversations with from and value, or instruction with input and"
+    ' output; beside them system or system_prompt. Remove bad answers, and give "weight": 0 to masked ones.'
 )
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # the roles that ShareGPT and OpenAI also have
@@ -75,225 +87,300 @@ ROLE_NAMES = {"human": "user", "developer": "system"}
 ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard", "model", "bot", "ai"], "assistant")
 TOOLS = "function observation function_call function_response tool_call tool_response ipython"
 ROLE_NAMES |= dict.fromkeys(TOOLS.split(), "tool")
-FLAGS = ("weight", "train", "training", "loss")  # of which 0 or false says that an answer is not to be learned
-DETAILS = ("train_detail", "training_detail")  # which of its characters are to be learned
-REASONING = ("reasoning_content", "reasoning", "thinking")
+
+TO_TOOLS = "message to and from tools left out"
+UNANSWERED = "message after the last answer left out"
+NOT_LEARNED = "answer not learned, as weight or train says"
+CUT = "conversation cut after the last answer that fits"
 
 # ----- Conversations ------------------------------------------------------------------------------------
 
 
-def read_conversation(values):
-    """(messages, (messages of tools, answers' reasonings) that were left out) of a row's values, or Unusable.
+class Message(NamedTuple):
+    """A message of OpenAI's or ShareGPT's format."""
 
-    A message is {"role", "content"}, with "weight": 0 in the answers that are not to be learned.
+    role: str  # tool if it is to or from one
+    content: Any
+    unread: Sequence[str] = ()  # its keys that hold something and are not read
+
+
+def read_conversation(values: Any) -> Content:
+    """The messages of a row, or why it is left out; what happened in it, and which of its keys were not read.
+
+    A message is {"role", "content"}, with "weight": 0 in the answers that are not learned.
     """
-    found = messages_of(values)
-    if isinstance(found, Unusable):
-        return found
-    messages, num_tools, num_reasonings = [], 0, 0
-    for number, given in enumerate(found, 1):
-        role, content = read_message(given)
-        num_tools += role == "tool"
-        if role == "tool" or (role == "system" and (content is None or content == "")):
-            continue
-        message = {"role": role, "content": content}
-        if role not in tokenizers.ROLES or not isinstance(content, str) or not content.strip():
-            return Unusable(
-                f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, "
-                f"but is {console.plain(message, 60)}"
-            )
-        if role == "assistant":
-            is_learned = read_flags(given)
-            if isinstance(is_learned, Unusable):
-                return is_learned
-            num_reasonings += any(map(given.get, REASONING))
-            if not is_learned:
-                message["weight"] = 0
-        messages.append(message)
-    if all(message["role"] != "assistant" for message in messages):
-        return Unusable("has no answer of an assistant")
-    return messages, (num_tools, num_reasonings)
-
-
-def messages_of(values):
-    """The messages of a conversation as they stand in a row, behind that of its system; or Unusable."""
     if isinstance(values, Unusable):
-        return values
+        return Content(values, 0)
     row = values if isinstance(values, dict) else {"messages": values}
-    lists = [parsed(row.get(key)) for key in ("messages", "conversations")]
-    messages = next((each for each in lists if each and isinstance(each, list)), [])
-    if not messages and row.get("instruction") is not None:  # Alpaca's
-        texts = row["instruction"], row.get("input") or ""
-        request = "\n\n".join(filter(None, texts)) if all(isinstance(text, str) for text in texts) else None
+    found, read = find_messages(row)
+    parsed_messages = [read_message(message) for message in found]
+    unread = set(keys_with_values(row, read))
+    counts = dict.fromkeys([TO_TOOLS, UNANSWERED], 0)
+    messages = []
+    unusable = not_followed(row)
+    for number, (given, message) in enumerate(zip(found, parsed_messages), 1):
+        if message.role == "tool":
+            counts[TO_TOOLS] += 1
+            continue
+        if message.role == "system" and message.content in (None, ""):
+            continue
+        unread |= set(message.unread)
+        entry = {"role": message.role, "content": message.content}
+        unusable = unusable or invalid(entry, number)
+        if message.role == "assistant" and not unusable:
+            unusable = not_followed(given) or unclear_flags(given)
+            if any(given.get(flag) == 0 for flag in FLAGS):
+                entry["weight"] = 0
+        messages.append(entry)
+    if not found:
+        unusable = Unusable(
+            "is not a conversation: it has no list of messages or conversations, and no instruction"
+        )
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if unusable:
+        return Content(unusable, 0, unread=unread)
+    if not answers:
+        return Content(Unusable("has no answer of an assistant"), 0, unread=unread)
+    counts[UNANSWERED] = len(messages) - 1 - answers[-1]
+    messages = messages[: answers[-1] + 1]
+    size = sum(sys.getsizeof(message["content"]) for message in messages)
+    return Content(messages, size, {name: number for name, number in counts.items() if number}, unread)
+
+
+def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """(messages of a row, its system's message first; the columns in which they are)."""
+    messages: list[Any] = []
+    read: list[str] = []
+    for column in LISTS:
+        value = parsed(row.get(column))
+        if value and isinstance(value, list):
+            messages = value
+            read = [column]
+            break
+    if not messages and row.get("instruction") is not None:
+        texts = [row["instruction"], row.get("input") or ""]
+        request = None
+        if all(isinstance(text, str) for text in texts):
+            request = "\n\n".join(filter(None, texts))
         messages = [{"role": "user", "content": request}, {"role": "assistant", "content": row.get("output")}]
-    if not messages:
-        return Unusable("is not a conversation: it has no list of messages or conversations, and no instruction")
-    if parsed(row.get("history")):
-        return Unusable("has a history beside it, which is not read. Make one list of messages of both")
-    system = row.get("system") or row.get("system_prompt")
-    if system and read_message(messages[0]) != ("system", system):
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+        read = list(ALPACA)
+    column = next((column for column in SYSTEM if row.get(column) not in EMPTY), None)
+    if messages and column:
+        read.append(column)
+        first = read_message(messages[0])
+        if (first.role, first.content) != ("system", row[column]):
+            messages = [{"role": "system", "content": row[column]}, *messages]
+    return messages, read
 
 
-def parsed(value):
-    """A value, or what a text in JSON stands for: a CSV file has lists as such."""
+def parsed(value: Any) -> Any:
+    """A value, or what a text in JSON says: in a CSV file, lists are texts."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
 
-def read_message(message):
-    """(role, content) of a message of OpenAI's or ShareGPT's; the role is tool if it is to or from one."""
+def read_message(message: Any) -> Message:
     if not isinstance(message, dict):
-        return "", message
-    role = str(message.get("role") or message.get("from") or "").lower()
+        return Message("", message)
+    role_key = "role" if message.get("role") else "from"
+    content_key = "value" if message.get("content") is None else "content"
+    role = str(message.get(role_key) or "").lower()
+    content = message.get(content_key)
+    read = [role_key, content_key, "tool_calls", "function_call", *FLAGS]
+    unread = keys_with_values(message, read)
     if message.get("tool_calls") or message.get("function_call"):
-        role = "tool"
-    content = message.get("content")
-    if content is None:
-        content = message.get("value")
-    parts = parts_of(message)
-    if parts:
-        content = "".join(part["text"] for part in parts)
-    return ROLE_NAMES.get(role, role), content
+        return Message("tool", content)
+    for part in parts_of(message):
+        unread += keys_with_values(part, read=["type", "text", *FLAGS])
+    if parts_of(message):
+        content = "".join(part["text"] for part in parts_of(message))
+    return Message(ROLE_NAMES.get(role, role), content, unread)
 
 
-def read_flags(message):
-    """Whether an answer is to be learned, all of it or nothing; Unusable if its flags say something else."""
-    for flag in FLAGS:
-        if message.get(flag) not in (None, 0, 1):
-            found = console.plain(repr(message[flag]), 60)
-            return Unusable(f"has {flag} {found} at a message, but only 0 and 1, false and true are read")
-    is_split = any(part.get(flag) not in (None, 1) for part in parts_of(message) for flag in FLAGS)
-    if is_split or any(map(message.get, DETAILS)):
-        return Unusable("has a message of which only a part is to be learned")
-    return 0 not in map(message.get, FLAGS)
-
-
-def parts_of(message):
-    """The parts of OpenAI's content if all are text, and none is an image or a sound."""
+def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of OpenAI's content if all of them are text, and none is an image or a sound."""
     parts = message.get("content")
-    parts = parts if isinstance(parts, list) and all(isinstance(part, dict) for part in parts) else []
-    is_text = [part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts]
-    return parts if all(is_text) else []
+    if not isinstance(parts, list):
+        return []
+    return parts if all(is_text(part) for part in parts) else []
+
+
+def is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def invalid(message: dict[str, Any], number: int) -> Unusable | None:
+    """Why a message cannot be used, if so."""
+    content = message["content"]
+    if message["role"] in tokenizers.ROLES and isinstance(content, str) and content.strip():
+        return None
+    return Unusable(
+        f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, but is "
+        f"{console.plain(message, 60)}"
+    )
+
+
+def not_followed(record: dict[str, Any]) -> Unusable | None:
+    """Why a row or an answer is left out: one of MARKS says that an answer is bad or masked."""
+    for mark in MARKS:
+        value = record.get(mark)
+        if isinstance(value, str):  # as a CSV file has it
+            value = parsed(value.lower())
+        all_good = value in EMPTY or all(each == 1 for each in (value if isinstance(value, list) else [value]))
+        if not all_good:
+            shown = console.plain(repr(record[mark]), 60)
+            return Unusable(f"has {mark} {shown}, which is not followed")
+    return None
+
+
+def unclear_flags(answer: dict[str, Any]) -> Unusable | None:
+    """Why an answer's flags cannot be followed, if so: they must say that all of it is learned, or nothing."""
+    for flag in FLAGS:
+        if answer.get(flag) not in (None, 0, 1):
+            shown = console.plain(repr(answer[flag]), 60)
+            return Unusable(f"has {flag} {shown} at a message, but only 0 and 1, false and true are read")
+        if any(part.get(flag) not in (None, 1) for part in parts_of(answer)):
+            return Unusable("has a message of which only a part is to be learned")
+    return None
 
 
 # ----- Blocks and shards --------------------------------------------------------------------------------
 
 
-def pack(lengths, max_length):
+@dataclass
+class Block:
+    room: int  # tokens that still fit
+    conversations: list[int]
+
+
+def pack(lengths: Iterable[int], max_length: int) -> Iterator[list[int]]:
     """Pack conversations of these lengths into blocks of `max_length` tokens. Yields the numbers of those in a block.
 
-    Best fit: 5, 6, 3 and 4 tokens in blocks of 9 make 5 + 4 and 6 + 3, shuffled so that short ones begin blocks, too.
+    Best fit: 5, 6, 3 and 4 tokens in blocks of 9 make 5 + 4 and 6 + 3. They are shuffled, so that short conversations
+    also begin blocks.
     """
     rng = random.Random(0)
-    blocks = []  # those that are open: [the tokens that it can still take, its conversations]
+    blocks: list[Block] = []  # those that are open
 
-    def close(block):
+    def close(block: Block) -> list[int]:
         blocks.remove(block)
-        rng.shuffle(block[1])
-        return block[1]
+        rng.shuffle(block.conversations)
+        return block.conversations
 
     for conversation, length in enumerate(lengths):
-        fitting = [block for block in blocks if block[0] >= length]
+        fitting = [block for block in blocks if block.room >= length]
         if not fitting:
             if len(blocks) == OPEN_BLOCKS:
-                yield close(min(blocks, key=operator.itemgetter(0)))
-            fitting = [[max_length, []]]
-            blocks += fitting
-        fullest = min(fitting, key=operator.itemgetter(0))
-        fullest[0] -= length
-        fullest[1].append(conversation)
+                yield close(min(blocks, key=lambda block: block.room))
+            blocks.append(Block(max_length, []))
+            fitting = blocks[-1:]
+        fullest = min(fitting, key=lambda block: block.room)
+        fullest.room -= length
+        fullest.conversations.append(conversation)
     while blocks:
         yield close(blocks[0])
 
 
 class Conversations(preparation.Renderer):
-    """Whole conversations, packed into blocks, with a mask of what is to be learned."""
+    """Whole conversations, packed into blocks, with a mask of the tokens that are learned."""
 
-    columns, noun, masks, advice = COLUMNS, "conversation", True, FORMATS
-    counted = [
-        ("message", "to and from tools left out"),
-        ("answer", "kept without the reasoning"),
-        ("answer", "not to be learned, as weight or train says"),
-        ("conversation", "cut after the last answer that fits"),
-    ]
+    columns = (*LISTS, *ALPACA, *SYSTEM, *MARKS)
+    noun = "conversation"
+    masks = True
+    advice = FORMATS
 
-    def __init__(self, enc, max_length):
-        self.max_length, self.eot, self.end = max_length, enc.eot_token, enc.encode_single_token("<|end|>")
+    def __init__(self, enc: tiktoken.Encoding, max_length: int):
+        self.max_length = max_length
+        self.eot = enc.eot_token
+        self.end = enc.encode_single_token("<|end|>")
 
-    def read(self, row):
-        found = read_conversation(row.values)
-        messages = [] if isinstance(found, Unusable) else found[0]
-        return found, sum(sys.getsizeof(message["content"]) for message in messages)
+    def read(self, row: Row) -> Content:
+        content = read_conversation(row.values)
+        return content._replace(unread=sorted({*content.unread, *row.unread}))
 
-    def encode(self, enc, entries):
-        return [self.render(enc, *entry) for entry in entries]
+    def encode(
+        self, enc: tiktoken.Encoding, values: list[Any]
+    ) -> list[tuple[Tokens | Unusable, dict[str, int]]]:
+        return [self.render(enc, messages) for messages in values]
 
-    def render(self, enc, messages, left_out):
-        """Its tokens up to the last answer that fits into a block, and what is counted."""
+    def render(
+        self, enc: tiktoken.Encoding, messages: list[dict[str, Any]]
+    ) -> tuple[Tokens | Unusable, dict[str, int]]:
+        """Its tokens up to the last answer that fits into a block, and what happened."""
         ids, mask, stop = tokenizers.render_conversation(messages, enc, self.max_length)
         if not stop:
-            return Unusable(f"has no answer within {self.max_length} tokens, the --max-length"), ()
+            return Unusable(f"has no answer within {self.max_length} tokens, the --max-length"), {}
         if not any(mask[:stop]):
-            return Unusable("has no answer that is to be learned"), ()
+            return Unusable("has no answer that is to be learned"), {}
+        counts = {}
         num_unlearned = sum("weight" in message for message in messages)
-        tokens = np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8)
-        return tokens, (*left_out, num_unlearned, int(stop < len(ids)))
+        if num_unlearned:
+            counts[NOT_LEARNED] = num_unlearned
+        if stop < len(ids):
+            counts[CUT] = 1
+        return Tokens(np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8)), counts
 
-    def arrange(self, tokens):
+    def arrange(self, tokens: Tokens) -> Tokens:
         """Blocks of the conversations in `tokens`, and behind the last one the target of its last position."""
-        ids, mask = tokens
-        assert mask is not None
-        bounds = [*np.flatnonzero(ids == self.eot).tolist(), len(ids)]
+        assert tokens.mask is not None
+        bounds = [*np.flatnonzero(tokens.ids == self.eot).tolist(), len(tokens.ids)]
         blocks = list(pack(np.diff(bounds).tolist(), self.max_length))
-        packed_ids = np.full(len(blocks) * self.max_length + 1, self.end, np.uint16)
-        packed_mask = np.zeros(len(packed_ids), np.uint8)
+        ids = np.full(len(blocks) * self.max_length + 1, self.end, np.uint16)
+        mask = np.zeros(len(ids), np.uint8)
         for number, block in enumerate(blocks):
             position = number * self.max_length
             for conversation in block:
                 begin, end = bounds[conversation : conversation + 2]
                 stop = position + end - begin
-                packed_ids[position:stop], packed_mask[position:stop] = ids[begin:end], mask[begin:end]
+                ids[position:stop] = tokens.ids[begin:end]
+                mask[position:stop] = tokens.mask[begin:end]
                 position = stop
-        return packed_ids, packed_mask
+        return Tokens(ids, mask)
 
 
-def prepare(options):
+def prepare(options: Options) -> str:
     """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
-    complaints = preparation.complaints_of(options)
+    complaints = preparation.data_set_complaints(options)
     if options.init_from and options.tokenizer:
-        complaints.append("--init-from gives the tokenizer, so leave --tokenizer out.")
+        complaints.append("--init-from determines the tokenizer, so leave --tokenizer out.")
     flags.check(options, complaints)
-    if options.dataset == Options.dataset and not (options.config or options.input):
+    if options.dataset == Options.dataset and not options.config and not options.input:
         options = dataclasses.replace(options, config="all")
-    folder, found, meta = preparation.plan(options, types=(".jsonl", ".parquet", ".csv"))
+    folder, sources, meta = preparation.plan(options, types=(".jsonl", ".parquet", ".csv"))
     if options.init_from:
         from plumbing.run.models import load_saved_model  # imports torch
 
         model = load_saved_model(options.init_from)
-        longest, enc = model.settings.get("block_size", 1024), model.enc
+        longest = model.settings.get("block_size", 1024)
+        enc = model.enc
         is_large = sum(weight.numel() for weight in model.weights.values()) > 100_000_000
     else:
         enc = tokenizers.get_encoding(options.tokenizer or "gpt2")
-        longest, is_large = 1024, True
+        longest = 1024
+        is_large = True
     if not tokenizers.has_chat_tokens(enc):
         enc = tokenizers.with_chat(enc)
     max_length = options.max_length or longest
     meta.made_from["max_length"] = max_length
     if options.input:
         meta.dataset = "conversations"
-    meta = preparation.make_shards(folder, meta, Conversations(enc, max_length), enc, found, options)
-    preset = "chat" if is_large else "quickstart"  # whose rate is too low for a smaller model
-    start, lengths = options.init_from or "log", meta.lengths("train")
-    command = preparation.training_command(preset, folder, lengths, max_length, passes=3, start=start)
+    conversations = Conversations(enc, max_length)
+    meta = preparation.make_shards(folder, meta, conversations, enc=enc, sources=sources, options=options)
+    command = preparation.training_command(
+        "chat" if is_large else "quickstart",  # the rate of chat is too low for a smaller model
+        folder,
+        meta.lengths("train"),
+        T=max_length,
+        passes=3,
+        start=options.init_from or "log",
+    )
     console.print_next(command)
     return folder
 
 
-def main(args=None):
+def main(args: list[str] | None = None) -> None:
     prepare(flags.parse(Options, args))
 
 

@@ -40,7 +40,7 @@ import tiktoken
 from tqdm import tqdm
 
 from plumbing.cli.console import UserError
-from plumbing.data import readers, sources, tokenizers
+from plumbing.data import inputs, readers, tokenizers
 from plumbing.data.tokenizers import get_encoding as get_encoding  # people's scripts import it from here
 from plumbing.files import check_new_output
 
@@ -79,8 +79,10 @@ def train(texts, vocab_size, name="tokenizer"):
 
 def read_texts(patterns, text_column):
     """Yield the texts of all inputs that match `patterns`, but for empty ones. Raises UserError if all are."""
-    columns, is_empty, counts = text_column.split(","), True, readers.Counts()
-    for number, source in enumerate(sources.list_inputs(patterns)):
+    columns = text_column.split(",")
+    counts = readers.Counts()
+    is_empty = True
+    for number, source in enumerate(inputs.list_inputs(patterns)):
         for row in readers.read_rows(source, columns, needed=columns if number == 0 else ()):
             text = readers.text_of(row.values, columns)
             if isinstance(text, readers.Unusable):

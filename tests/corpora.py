@@ -140,4 +140,6 @@ def die_at_rename(number, after=True):
 
 
 def make(tmp_path, *inputs, name="out", **options):
-    return prepare(Options(**{"input": inputs, "out_dir": str(tmp_path / name), "tokenizer": "bytes"} | options))
+    return prepare(
+        Options(**{"input": tuple(map(str, inputs)), "out_dir": str(tmp_path / name), "tokenizer": "bytes"} | options)
+    )

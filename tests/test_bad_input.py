@@ -14,7 +14,7 @@ import pytest
 import tiktoken
 import torch
 import train_gpt2
-from plumbing.data import sources
+from plumbing.data import downloads
 from plumbing.run import run as run_folder
 
 from harness import (
@@ -50,7 +50,7 @@ def folder(good, tmp_path, monkeypatch):
     """A copy of it that is the current folder."""
     shutil.copytree(good, tmp_path / "folder")
     monkeypatch.chdir(tmp_path / "folder")
-    monkeypatch.setattr(sources, "RETRY_SECONDS", 0)  # downloads fail at once
+    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)  # downloads fail at once
     return tmp_path / "folder"
 
 

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import smoltalk
 from plumbing.cli.console import UserError
-from plumbing.data import shards, sources, tokenizers
+from plumbing.data import downloads, shards, tokenizers
+from plumbing.data import hub as hub_files
 
 from corpora import TABLES, as_bytes, die_at_rename, is_split, make, random_texts, read, read_meta, train_small
 from harness import KILLED, error_in, full_disk, listing, patched, refusal_of, refused, run, talk
@@ -44,8 +45,8 @@ Two languages.
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """What this process takes for the hub, in whose place it works."""
-    monkeypatch.setattr(sources, "RETRY_SECONDS", 0)
-    monkeypatch.setattr(sources, "TIMEOUT", 0.3)
+    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(downloads, "TIMEOUT", 0.3)
     monkeypatch.chdir(tmp_path)
     server = Server()
     server.configure(monkeypatch, tmp_path / ".hf")
@@ -234,7 +235,7 @@ def test_a_script_and_older_descriptions_beside_the_data_do_not_matter(hub, caps
     assert sorted(read("out")) == sorted(as_bytes(texts))
     assert "note: 1 file of OWNER/old left out, such as more.csv." in capsys.readouterr().out
     hub.add("OWNER/mixed", naming("*") | {"b.csv": "text\nnot this"})
-    found = sources.find(fineweb.Options(dataset="OWNER/mixed"))
+    found = hub_files.find_files(fineweb.Options(dataset="OWNER/mixed"))
     assert [source.name for source in found.sources] == ["a.jsonl"]
     assert "note: 1 file of OWNER/mixed left out, such as b.csv." in capsys.readouterr().out
 
@@ -245,12 +246,12 @@ def test_of_thousands_of_configs_one_is_looked_at(hub, entry):
     card = json.dumps({"configs": [{"config_name": name, field: value.format(name[1:])} for name in names]})
     hub.add("OWNER/many", {f"{name}/a.jsonl": name for name in names} | {"README.md": f"---\n{card}\n---\n"})
     begun = time.process_time()
-    found = sources.find(fineweb.Options(dataset="OWNER/many", config="c7"))
+    found = hub_files.find_files(fineweb.Options(dataset="OWNER/many", config="c7"))
     # the builder of `datasets` takes 3,000 requests and 90 seconds
     assert [source.name for source in found.sources] == ["c7/a.jsonl"] and time.process_time() - begun < 20
     assert len(hub.asked) < 20
     with pytest.raises(UserError, match="several configs. Choose one with --config: c0, c1, .* and 2,950 more"):
-        sources.find(fineweb.Options(dataset="OWNER/many"))
+        hub_files.find_files(fineweb.Options(dataset="OWNER/many"))
 
 
 FAULTS = [*itertools.product(["500"], ["GET OWNER/stories", "GET tree", "HEAD train-1", "GET train-1", "GET README"])]
@@ -294,10 +295,10 @@ def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said
 
 def test_one_file_is_fetched_ahead_and_those_that_were_read_are_removed(hub):
     add_stories(hub, random_texts(30))
-    found = sources.find(fineweb.Options(dataset="OWNER/stories")).sources
+    found = hub_files.find_files(fineweb.Options(dataset="OWNER/stories")).sources
     paths = [Path("folder", source.name) for source in found]
-    for number, _ in sources.fetched(found, "folder", 0, ahead=True):
-        sources.remove_fetched(found[:number], "folder")
+    for number, _ in downloads.fetch_all(found, "folder", first=0, ahead=True):
+        downloads.remove_fetched(found[:number], "folder")
         while not paths[min(2, number + 1)].exists():  # it comes without being asked for
             time.sleep(0.01)
         assert sorted(Path("folder").rglob("*.parquet")) == paths[number : number + 2]
@@ -449,19 +450,19 @@ def test_a_download_is_whole_or_not_there(tmp_path, hub):
     hub.files, url = {"/a.bin": content}, f"{hub.url}/a.bin"
     hub.lasting["GET a.bin"] = "short"
     with pytest.raises(UserError, match="IncompleteRead.* Call a friend."):
-        sources.download(url, str(path), digest, "Call a friend.")
+        downloads.download(url, str(path), digest, advice="Call a friend.")
     hub.lasting["GET a.bin"] = "wrong"
     with pytest.raises(UserError, match="the 7,000 bytes that came are not those of the file. Call a friend."):
-        sources.download(url, str(path), digest, "Call a friend.")
+        downloads.download(url, str(path), digest, advice="Call a friend.")
     assert not path.exists() and len(hub.asked) == 4
     hub.lasting.clear()
     hub.faults["GET a.bin"] = "503"
-    sources.download(url, str(path), digest, "")
+    downloads.download(url, str(path), digest, advice="")
     assert path.read_bytes() == content
     # what the disk refuses is not asked for again
     hub.asked.clear()
     with patched(os, "fsync", full_disk), pytest.raises(UserError, match="No space left"):
-        sources.download(url, str(path), digest, "")
+        downloads.download(url, str(path), digest, advice="")
     assert len(hub.asked) == 1 and path.read_bytes() == content
 
 

@@ -19,7 +19,7 @@ import pytest
 import tiktoken
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.data import preparation, readers, sources, tokenizers
+from plumbing.data import downloads, preparation, python_docs, readers, tokenizers
 from plumbing.files import lock_folder
 
 from corpora import (
@@ -67,7 +67,7 @@ def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
 )
 def test_every_input_has_two_splits(tmp_path, dataset, texts, lengths, monkeypatch):
     """Of Python's documentation, in an order that is random, the first shard is for validation, or the first tenth."""
-    monkeypatch.setattr(readers, "python_docs", lambda: texts)
+    monkeypatch.setattr(python_docs, "python_docs", lambda: texts)
     source = {"dataset": dataset} if dataset else {"input": (write_jsonl(tmp_path / "a.jsonl", texts),)}
     if dataset and len(texts[0]) == 99:
         lengths = [1000, 1000]
@@ -134,10 +134,11 @@ def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, 
 
 
 def test_what_comes_next_knows_the_presets_of_the_trainer():
-    for name, (T, batch, least, most) in preparation.PRESETS.items():
+    for name, suited in preparation.PRESETS.items():
         preset = train_gpt2.PRESETS[name]
-        assert (preset.sequence_length, preset.total_batch_size) == (T, batch) and least <= preset.max_steps
-        assert 0.9 * preset.max_steps < most or name == "quickstart"
+        assert (preset.sequence_length, preset.total_batch_size) == (suited.sequence_length, suited.batch_tokens)
+        assert suited.least_steps <= preset.max_steps
+        assert 0.9 * preset.max_steps < suited.most_steps or name == "quickstart"
 
 
 def test_neither_cores_nor_batches_change_a_byte(tmp_path):
@@ -147,29 +148,6 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
             make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
     one = listing(tmp_path / "one")
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
-
-
-def test_what_waits_to_be_tokenized_is_bounded_by_bytes_and_not_by_cores(monkeypatch):
-    monkeypatch.setattr(preparation, "QUEUE_BYTES", 1000)
-    renderer, num_read = fineweb.Documents("text"), 0
-
-    def batches():
-        nonlocal num_read
-        for number in range(100):
-            num_read += 1
-            yield [((0, number), "Line 1", ("x" * 100, True))], 100
-
-    encoded = preparation.encode_all(renderer, tokenizers.get_encoding("bytes"), batches(), 32)
-    for number, _ in enumerate(encoded):
-        assert num_read <= number + 11
-    assert num_read == 100
-
-
-def test_no_more_than_a_batch_of_a_file_is_held_also_of_rows_that_are_left_out(tmp_path):
-    source = sources.local_source(write_jsonl(tmp_path / "a.jsonl", ["A text.", *[""] * 1000]))
-    with patched(preparation, "BATCH_BYTES", 1000):
-        batches = [rows for rows, _ in preparation.read_batches(fineweb.Documents("text"), [(0, source)], (0, 0))]
-    assert max(map(len, batches)) <= 100 and sum(map(len, batches)) == 1001
 
 
 def make_and_die(tmp_path, paths, name, renames, after, options):
@@ -234,6 +212,102 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     before = listing(folder)
     make(tmp_path, str(path), shard_size=5000)
     assert "is complete" in capsys.readouterr().out and listing(folder) == before
+
+
+def write_until(path, texts, bad_line):
+    """Make shards of `texts` up to a line that is damaged, as a kill would leave them; the lines of the whole file."""
+    lines = Path(write_jsonl(path, texts)).read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:bad_line], "{", *lines[bad_line + 1 :]]), encoding="utf-8")
+    with patched(preparation, "BATCH_BYTES", 1000), pytest.raises(UserError, match="is not a valid JSON object"):
+        make(path.parent, str(path), shard_size=5000, num_proc=1)
+    return lines
+
+
+# the first rows stay: the file's beginning is compared in another way
+CHANGES = {
+    "cut": lambda lines: lines[:15],
+    "cut at the place": lambda lines: lines[:-10],
+    "removed": lambda lines: lines[:15] + lines[18:],
+    "inserted": lambda lines: lines[:15] + lines[:3] + lines[15:],
+    "replaced": lambda lines: [*lines[:15], lines[14], *lines[16:]],
+    "swapped": lambda lines: [*lines[:15], lines[16], lines[15], *lines[17:]],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_whose_rows_in_shards_have_changed_is_named(tmp_path, change):
+    """Rows were missing or there twice, and the shards said to be complete."""
+    path = tmp_path / "a.jsonl"
+    lines = write_until(path, random_texts(60), bad_line=50)
+    row = list(read_meta(tmp_path / "out")["ends"].values())[-1]["row"]
+    if change == "cut at the place":
+        lines = lines[: row + 10]
+    path.write_text("\n".join(CHANGES[change](lines)), encoding="utf-8")
+    before = listing(tmp_path / "out")
+    with pytest.raises(UserError, match=f"a.jsonl has changed: its first {row} rows are in the shards, but "):
+        make(tmp_path, str(path), shard_size=5000)
+    assert listing(tmp_path / "out") == before
+
+
+def test_rows_of_a_table_that_have_changed_are_seen_as_well(tmp_path):
+    texts = [*random_texts(50), None, *random_texts(50, seed=1)]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=7)
+    folder = Path(make(tmp_path, path, shard_size=5000))
+    meta = read_meta(folder) | {"complete": False}
+    meta["shards"] = dict(list(meta["shards"].items())[:-4])
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    pq.write_table(pa.table({"text": [*texts[:20], "other", *texts[21:]]}), path, row_group_size=7)
+    with pytest.raises(UserError, match="a.parquet has changed: its first"):
+        make(tmp_path, path, shard_size=5000)
+
+
+@pytest.mark.parametrize(
+    "name", ["../v/v_train_000001.npy", "/v_train_000001.npy", "..\\v_train_000001.npy", "a.txt"]
+)
+def test_a_meta_json_that_names_files_elsewhere_is_refused(tmp_path, name):
+    """Someone else's led to shards of another folder, which were written over."""
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
+    folder = Path(make(tmp_path, path, shard_size=5000))
+    meta = read_meta(folder)
+    end = meta["ends"].popitem()[1]
+    meta |= {"complete": False, "shards": {name: 5}, "ends": {name: end}}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    before = listing(tmp_path)
+    with pytest.raises(UserError, match="meta.json is damaged: its shards cannot be"):
+        make(tmp_path, path, shard_size=5000)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("field, value", [("ends", [7, 3, 1]), ("ends", {"row": 1, "x": 2}), ("sources", None)])
+def test_a_meta_json_of_another_version_is_one_line(tmp_path, field, value):
+    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
+    folder = Path(make(tmp_path, path, shard_size=5000))
+    meta = read_meta(folder) | {"complete": False}
+    if field == "ends":
+        meta["ends"] = dict.fromkeys(meta["ends"], value)
+    else:
+        meta["made_from"][field] = value
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(UserError, match="meta.json is damaged, or of another version"):
+        make(tmp_path, path, shard_size=5000)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_columns_that_are_not_read_are_named_in_the_last_line(tmp_path, kind, capsys):
+    records = [{"title": f"T{n}", "doc": {"text": f"D{n}"}, "label": False, "none": None} for n in range(24)]
+    path = tmp_path / f"a.{kind}"
+    column = "doc.text"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    else:
+        path.write_text("title,text,label\n" + "a,b,0\n" * 24, encoding="utf-8")
+        column = "text"
+    make(tmp_path, path, text_column=column)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "not read: title (24 rows)" in said and "label (24 rows)" in said and "doc" not in said
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -342,7 +416,7 @@ BAD_INPUTS = {
 
 def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
     texts = random_texts(5)
     write_jsonl(tmp_path / "good.jsonl", texts)
     parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")

@@ -154,7 +154,7 @@ def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
         fetched.append(url)
         path.write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES), encoding="utf-8")
 
-    monkeypatch.setattr(hellaswag.sources, "download", fetch)
+    monkeypatch.setattr(hellaswag.downloads, "download", fetch)
     monkeypatch.setattr(hellaswag.Options, "data", path)
     numbered = [{"ind": i, **example} for i, example in enumerate(EXAMPLES)]
     for limit in (0, 2):

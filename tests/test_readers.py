@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from fineweb import Options, prepare
 from plumbing.cli.console import UserError
-from plumbing.data import readers, sources, tokenizers
+from plumbing.data import inputs, python_docs, readers, tokenizers
 
 from corpora import (
     WORDS,
@@ -226,7 +226,7 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     files |= {f"m{i}.py": f'"""Module {i}."""' for i in range(5)}
     for name, content in files.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
-    monkeypatch.setattr(readers.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(python_docs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr("pydoc_data.topics.topics", {"if": "The if statement."})
     package = "module pack\n\nA package.\n\nclass C\n\nIts class.\n\ndef f(self, *, a=1)\n\nDoes."
     texts = {f"m{i}.py": f"module m{i}\n\nModule {i}." for i in range(5)} | {
@@ -235,7 +235,7 @@ def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_
     }
     # whatever the order in which a disk lists its files
     order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    assert readers.python_docs() == [texts[name] for name in order]
+    assert python_docs.python_docs() == [texts[name] for name in order]
 
 
 def test_a_note_says_what_is_left_out(tmp_path, capsys):
@@ -245,7 +245,7 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
     folder = str(tmp_path / "texts")
 
     def listed(*patterns):
-        return [Path(source.name).name for source in sources.list_inputs(patterns)]
+        return [Path(source.name).name for source in inputs.list_inputs(patterns)]
 
     assert listed(folder) == ["b.md"]
     said = capsys.readouterr().out
@@ -335,7 +335,7 @@ def test_a_column_may_be_null_throughout_a_file(tmp_path, kind):
 )
 def test_other_delimiters_lines_and_marks(tmp_path, name, text):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    rows = readers.read_rows(sources.local_source(str(tmp_path / name)), ["text"])
+    rows = readers.read_rows(inputs.local_source(str(tmp_path / name)), ["text"])
     assert [readers.text_of(row.values, ["text"]) for row in rows] == ["a; b", "c, d"]
 
 
@@ -365,6 +365,41 @@ def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(t
         # with -c, it says by its status that it left something out
         done = subprocess.run([program, *args], input=content, capture_output=True)
         assert done.stdout.decode() == converted
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "picture"])
+def test_a_binary_file_is_not_taken_for_text_of_windows(tmp_path, name, kind):
+    """The command that converts Latin-1 would have made a text of it."""
+    table = pa.table({"text": random_texts(9)})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / name)
+    elif kind == "arrow":
+        with pa.OSFile(str(tmp_path / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        (tmp_path / name).write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x40\x9c")
+    with pytest.raises(UserError, match="is not text: it has a byte 0x.., which .*, and NUL bytes") as caught:
+        make(tmp_path, tmp_path / name)
+    assert "WINDOWS" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, shown",
+    [("# exported\nid,text\n1,a\n", r"\(# exported\)"), ("id|text\n1|a, b\n", r"\(id\|text\)")],
+)
+def test_the_header_is_shown_as_it_was_read(tmp_path, content, shown):
+    (tmp_path / "a.csv").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=f"Line 2 of .* has 2 fields, but the header has 1 {shown}: a text with ','"):
+        make(tmp_path, tmp_path / "a.csv")
+
+
+@pytest.mark.skipif(not shutil.which("zstd"), reason="needs zstd")
+def test_a_zstd_file_with_a_long_window_is_answered_with_the_command_that_unpacks_it(tmp_path):
+    packed = subprocess.run(["zstd", "-q", "--long=31"], input=b"a text", capture_output=True).stdout
+    (tmp_path / "a.txt.zst").write_bytes(packed)
+    with pytest.raises(UserError, match="a.txt.zst was compressed with a long window. .*zstd -d --long=31"):
+        make(tmp_path, tmp_path / "a.txt.zst")
 
 
 @pytest.mark.parametrize("start, between, end", [("[", " ,\n", "]"), ("", "\n", "\n")])

@@ -15,7 +15,7 @@ import pytest
 import smoltalk
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.data import preparation, readers, sources, tokenizers
+from plumbing.data import inputs, preparation, readers, tokenizers
 from plumbing.data.tokenizers import render_conversation
 from smoltalk import Options, pack, prepare
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
@@ -162,7 +162,7 @@ def odd_options(tmp_path, name):
 def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes_and_notes(tmp_path, capsys):
     prepare(odd_options(tmp_path, "whole"))
     whole, said = listing(tmp_path / "whole"), capsys.readouterr().out
-    assert "messages to and from tools left out" in said and "answers not to be learned" in said
+    assert "messages to and from tools left out" in said and "answers not learned" in said
     assert "conversations cut after the last answer" in said and "rows left out. Line 1 of" in said
     num_runs = len(list((tmp_path / "whole" / "out").glob("*_train_*.npy")))
     # every file gets its name once, but for meta.json, which does after each run of rows, too
@@ -227,10 +227,6 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
             "is not a conversation: message 1 needs",
         ),
-        (
-            '{"instruction": "a", "output": "b", "history": [["c", "d"]]}',
-            "has a history beside it, which is not read.",
-        ),
         ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer of an assistant"),
         (json.dumps({"messages": talk("a", "b" * 64)}), "has no answer within 64 tokens, the --max-length"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "has no answer that is to be learned"),
@@ -247,7 +243,7 @@ def test_rows_that_are_no_conversations_are_left_out_and_refused_if_all_are(tmp_
     assert f"note: 1 row left out. Line 102 of {tmp_path / 'chats.jsonl'} {reason}" in said
     (tmp_path / "chats.jsonl").write_text(line, encoding="utf-8")
     with pytest.raises(
-        UserError, match=f"No row can be used. Line 1 of .* {re.escape(reason)}.*What is read: messages"
+        UserError, match=f"No row can be used. Line 1 of .* {re.escape(reason)}.*These are read: messages"
     ):
         prepare(dataclasses.replace(options, out_dir=str(tmp_path / "other")))
     assert not (tmp_path / "other").exists()
@@ -283,8 +279,93 @@ def test_every_format_gives_the_same_conversations(tmp_path):
     records, expected = zip(*formats)
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    rows = readers.read_rows(sources.local_source(str(path)), smoltalk.COLUMNS)
-    assert [smoltalk.read_conversation(row.values)[0] for row in rows] == list(expected)
+    rows = readers.read_rows(inputs.local_source(str(path)), smoltalk.Conversations.columns)
+    assert [smoltalk.read_conversation(row.values).value for row in rows] == list(expected)
+
+
+def rows_of(change):
+    """24 rows of {"messages": a question, an answer}, each changed."""
+    rows = [{"messages": talk(f"Q{i}", f"A{i}")} for i in range(24)]
+    for row in rows:
+        change(row)
+    return rows
+
+
+# what a row says that is not read: (change of a row, the names that the last line has)
+UNREAD = [
+    (lambda row: row.update(deleted=True, id=7, source=""), "deleted (24 rows), id (24 rows)"),
+    (lambda row: row.update(label=False, score=0), "label (24 rows), score (24 rows)"),
+    (lambda row: row.update(chat_template_kwargs={"custom_instructions": "C"}), "chat_template_kwargs (24 rows)"),
+    (lambda row: row.update(instruction="I", output="O"), "instruction (24 rows), output (24 rows)"),
+    (lambda row: row.update(conversations=[{"from": "human", "value": "x"}]), "conversations (24 rows)"),
+    (lambda row: row.update(system="S", system_prompt="T"), "system_prompt (24 rows)"),
+    (lambda row: row.update(history=[["a", "b"]]), "history (24 rows)"),
+    (lambda row: row["messages"][1].update(quality="bad", name=None), "quality (24 rows)"),
+    (lambda row: row["messages"][0].update(value="Q"), "value (24 rows)"),
+    (lambda row: row["messages"][1].update(content=[{"type": "text", "text": "A", "cut": 1}]), "cut (24 rows)"),
+]
+
+
+@pytest.mark.parametrize("change, names", UNREAD)
+def test_what_is_not_read_of_a_conversation_is_counted_and_named(tmp_path, change, names, capsys):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows_of(change))), encoding="utf-8")
+    prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
+    said = capsys.readouterr().out
+    assert f"\nnot read: {names}\n" in said and "note:" not in said
+
+
+def test_of_very_many_keys_the_first_are_named(tmp_path, capsys):
+    rows = [{"messages": talk("Q", "A"), f"key {i}": 1} for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
+    assert "key 29 (1 row), other keys (70 rows)\n" in capsys.readouterr().out
+
+
+MARKED = [
+    ({"kto_tag": False}, {}),
+    ({"loss_mask": [0, 1]}, {}),
+    ({}, {"trainable": False}),
+    ({}, {"loss_mask": 0}),
+    ({}, {"training_detail": [{"begin_offset": 0}]}),
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
+@pytest.mark.parametrize("in_row, in_answer", MARKED)
+def test_answers_that_are_marked_as_bad_or_masked_are_not_learned(tmp_path, name, in_row, in_answer, capsys):
+    """They were learned without a word."""
+    rows = rows_of(lambda row: row.update({key: True for key in in_row}))
+    for row in rows[::2]:
+        row.update(in_row)
+        row["messages"][1].update(in_answer)
+    path = tmp_path / name
+    if name == "a.csv":
+        texts = [
+            {key: value if key == "kto_tag" else json.dumps(value) for key, value in row.items()} for row in rows
+        ]
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(texts)
+    elif name == "a.jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    elif in_row == {"loss_mask": [0, 1]}:
+        pytest.skip("a column of Parquet has one type")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    folder = prepare(options_for(tmp_path, input=(str(path),)))
+    expected = [as_text(f"Q{i}", f"A{i}") for i in range(1, 24, 2)]
+    assert sorted(sum(read_chats(folder).values(), [])) == sorted(expected)
+    said = capsys.readouterr().out
+    mark = [*in_row, *in_answer][0]
+    assert "note: 12 rows left out." in said and f"has {mark} " in said
+    assert f"\nnot read: {mark} (" in said
+
+
+def test_a_question_behind_the_last_answer_is_not_said_to_be_too_long(tmp_path, capsys):
+    prepare(options_for(tmp_path, [("a", "b", "c")] * 24))
+    said = capsys.readouterr().out
+    assert "note: 24 messages after the last answer left out.\n" in said and "cut" not in said
 
 
 def write_chats(path, chats):
@@ -308,10 +389,10 @@ def test_what_is_left_out_of_a_conversation_is_counted(tmp_path, name, capsys):
     chats[9][1]["train_detail"] = [{"begin_offset": 0, "end_offset": 2, "train": False}]
     folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
     said = capsys.readouterr().out
-    assert "note: 4 messages to and from tools left out.\nnote: 3 answers kept without the reasoning.\n" in said
+    assert "note: 4 messages to and from tools left out.\n" in said
     place = "Row" if "parquet" in name else "Line"
-    reason = "has a message of which only a part is to be learned."
-    assert f"note: 1 row left out. {place} 10 of {tmp_path / name} {reason}" in said
+    assert f"note: 1 row left out. {place} 10 of {tmp_path / name} has train_detail [" in said
+    assert all(f"{key} (1 row)" in said for key in ("reasoning_content", "reasoning", "thinking", "train_detail"))
     expected = [as_text(f"Q{i}", f"A{i}") for i in range(40) if i != 9]
     assert sorted(sum(read_chats(folder).values(), [])) == sorted(expected)
 
@@ -330,7 +411,7 @@ def test_what_is_not_to_be_learned_is_no_target(tmp_path, name, flag, other, cap
     chats[5][0]["content"] = [parts[0][0] | flag]  # a question is never learned
     folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
     said = capsys.readouterr().out
-    assert "note: 39 answers not to be learned, as weight or train says." in said
+    assert "note: 39 answers not learned, as weight or train says." in said
     place = f"{'Row' if 'parquet' in name else 'Line'} 4 of {tmp_path / name} has a message of which only a part"
     assert f"1 row left out. {place} is to be learned." in said
     assert "".join(sum(read_chats(folder).values(), [])).count("wrong") == 39

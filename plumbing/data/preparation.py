@@ -1,11 +1,11 @@
 """From the files of a data set to token shards: rows, what a script makes of each, two splits, shards and meta.json.
 
-A script's Renderer says what becomes of a row; all else is the same for documents and conversations. A row here is also
-a piece of a long text. A shard holds whole rows, so a place in the input is the number of a file and of a row in it,
-and whether a row is for validation is computed from these two numbers.
+A script's Renderer says what becomes of a row; everything else is the same for documents and conversations. Here a
+piece of a long text is a row, like a whole document. A shard holds whole rows, so a position in the input is the number
+of a file and the number of a row in it, and these two numbers decide whether the row is for validation.
 
-meta.json says after each run of rows where the next one begins, so the same command continues, and makes the same
-bytes, whenever it was killed and on any number of cores.
+After each run of rows, meta.json records where the next one begins. So the same command continues after a kill, and
+writes the same bytes on any number of cores.
 """
 
 import collections
@@ -20,10 +20,11 @@ import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -31,7 +32,8 @@ from tqdm import tqdm
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data import shards, sources, tokenizers
+from plumbing.data import downloads, hub, inputs, shards, tokenizers
+from plumbing.data.inputs import Source
 from plumbing.data.options import DataOptions
 from plumbing.data.readers import COLUMN_ADVICE, Counts, Row, Unusable, explain, read_rows
 from plumbing.data.shards import Meta, read_meta, split_of
@@ -39,43 +41,87 @@ from plumbing.files import atomic_write, lock_folder, remove_folder
 from plumbing.system.limits import num_cores
 
 BATCH_BYTES = 2**19  # of text, given to a core at a time: 0.04 s of work, so that the overhead is negligible
-QUEUE_BYTES = 2**26  # of text that waits or is done: enough to keep all cores busy while a shard is written
-MAX_THREADS = 32  # the one that reads keeps fewer busy; each has a tokenizer of its own, of 4 MB
-VALIDATE_EVERY = 11  # of so many rows one is for validation, of a large text of more
-# flags that change no token, or are recorded by the names that they stand for
+QUEUE_BYTES = 2**26  # of text in the queue: enough to keep all cores busy while a shard is written
+MAX_THREADS = 32  # the one thread that reads keeps fewer busy; each has its own copy of the tokenizer, 4 MB
+VALIDATE_EVERY = 11  # one row in 11 is for validation, fewer in a large text
+# flags that do not change the tokens, or are recorded under another name
 UNRECORDED = ("input", "dataset", "tokenizer", "out_dir", "num_proc", "pretokenized", "init_from")
 
-# ids (n,) of uint16, and their mask (n,) of uint8, or None where all are targets
-Tokens = tuple[np.ndarray, np.ndarray | None]
-Place = tuple[int, int]  # the number of a file, and of a row in it
+
+class Tokens(NamedTuple):
+    ids: np.ndarray  # (n,) of uint16
+    mask: np.ndarray | None = None  # (n,) of uint8; None where all tokens are targets
+
+
+class Place(NamedTuple):
+    """A position in the input."""
+
+    file: int
+    row: int
+
+
+class Content(NamedTuple):
+    """What a Renderer reads of a row."""
+
+    value: Any  # what `encode` takes, or Unusable
+    size: int  # bytes
+    counts: Mapping[str, int] = {}  # what happened in it: {"message to and from tools left out": 2}
+    unread: Collection[str] = ()  # its keys that hold something and are not read
+
+
+@dataclass
+class Entry:
+    """A row on its way into the shards."""
+
+    place: Place
+    words: str  # its place in words: "Line 3"
+    content: Content
+    tokens: Tokens | Unusable = Unusable("")
+    counts: Mapping[str, int] = field(default_factory=dict)  # what happened when it was encoded
+    hash: int = 0  # of its content
+
+
+class End(NamedTuple):
+    """Where a run of rows ends, and what happened up to there: an entry of meta.json's `ends`."""
+
+    file: int = 0  # the place of the next row
+    row: int = 0
+    hash: int = 0  # of the rows before it in its file
+    documents: int = 0
+    counts: Mapping[str, int] = {}
+    unread: Mapping[str, int] = {}
 
 
 class Renderer:
-    """What a script makes of rows: `read` is called where the files are read, `encode` in the threads that tokenize."""
+    """What a script makes of rows: `read` runs where the files are read, `encode` in the threads that tokenize."""
 
-    columns: Sequence[str] = ()  # that are read of a table
-    needed: Sequence[str] = ()  # of these, those that the first file must have
+    columns: Sequence[str] = ()  # read of a table
+    needed: Sequence[str] = ()  # columns that the first file must have
     separator = ""  # between the documents of a text file
-    counted: Sequence[tuple[str, str]] = ()  # what is counted besides the rows left out: ("message", "left out")
-    prefix = ""  # of the shards' names, by default the folder's
+    prefix = ""  # of the shards' names; by default the folder's name
     noun = "document"
     masks = False
     advice = COLUMN_ADVICE  # if no row can be used
 
-    read: Callable[[Row], tuple[Any, int]]  # (what `encode` takes, or Unusable; its size in bytes)
-    # what becomes of each, and how often it has what is `counted`
-    encode: Callable[[tiktoken.Encoding, list[Any]], list[tuple[Tokens | Unusable, tuple[int, ...]]]]
+    def read(self, row: Row) -> Content:
+        raise NotImplementedError
+
+    def encode(
+        self, enc: tiktoken.Encoding, values: list[Any]
+    ) -> list[tuple[Tokens | Unusable, dict[str, int]]]:
+        """(tokens, counts) of each value that `read` returned."""
+        raise NotImplementedError
 
     def arrange(self, tokens: Tokens) -> Tokens:
-        """What is written of the rows of a shard."""
+        """The tokens of a shard in the order in which they are written."""
         return tokens
 
 
 # ----- What a command makes -----------------------------------------------------------------------------
 
 
-def complaints_of(options: DataOptions) -> list[str]:
-    """What is wrong with the flags that say which data set is meant."""
+def data_set_complaints(options: DataOptions) -> list[str]:
+    """What is wrong with the flags that name a data set."""
     names = ("dataset", "config", "split", "revision")
     changed = [name for name in names if getattr(options, name) != getattr(type(options), name)]
     if options.input and changed:
@@ -84,38 +130,43 @@ def complaints_of(options: DataOptions) -> list[str]:
 
 
 def plan(
-    options: DataOptions, *, types=tuple(sources.TYPES), default: str = ""
-) -> tuple[str, list[sources.Source], Meta]:
+    options: DataOptions, *, types: Sequence[str] = tuple(inputs.TYPES), default: str = ""
+) -> tuple[str, list[Source], Meta]:
     """(folder, files, Meta at first) of the shards that a script's options describe.
 
     default: the folder, if it is not named after the data set. The hub is asked once for the files of a folder.
     """
-    found = None
     if options.input:
-        found = sources.find(options, types)
-        default = os.path.basename(found.sources[0].name).lstrip(".").split(".")[0]  # of books.jsonl.gz: books
+        files = hub.find_files(options, types)
+        default = os.path.basename(files.sources[0].name).lstrip(".").split(".")[0]  # books.jsonl.gz: books
         if os.path.isdir(options.input[0]):
             default = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
-    folder = options.out_dir or default or os.path.basename(options.dataset)
-    found = found or sources.find_again(vars(read_meta(folder)), options) or sources.find(options)
-    meta = Meta(found.dataset, complete=False)
+        folder = options.out_dir or default
+    else:
+        folder = options.out_dir or default or os.path.basename(options.dataset)
+        meta = read_meta(folder)
+        with shards.damage_named(folder):
+            files = hub.recorded_files(meta, options)
+        files = files or hub.find_files(options, types)
+    meta = Meta(files.dataset, complete=False)
     meta.made_from = {name: value for name, value in vars(options).items() if name not in UNRECORDED}
-    meta.made_from |= {"config": found.config, "split": found.split, "revision": found.commit}
-    meta.made_from["sources"] = [source.recorded() for source in found.sources]
-    num_bytes = sum(source.size for source in found.sources)
+    meta.made_from |= {"config": files.config, "split": files.split, "revision": files.commit}
+    meta.made_from["sources"] = [source.recorded() for source in files.sources]
+    num_bytes = sum(source.size for source in files.sources)
     num_bytes = min(num_bytes, meta.made_from.get("max_tokens") or num_bytes)  # a token has one byte or more
     meta.validation_every = max(VALIDATE_EVERY, math.ceil(num_bytes / options.shard_size))
-    if found.commit:
+    if files.commit:
         meta.asked = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
-    return folder, found.sources, meta
+    return folder, files.sources, meta
 
 
-def continued(folder: str, new: Meta) -> Meta:
+def existing_meta(folder: str, new: Meta) -> Meta:
     """The meta.json of `folder` if it continues `new`, else `new` itself; UserError if it is of a different data set.
 
-    Files that were not read to their end may have been mended, but not at their beginning.
+    Files that were not read to their end may have been fixed, but not at their beginning.
     """
-    old, names = read_meta(folder), os.listdir(folder) if os.path.isdir(folder) else []
+    old = read_meta(folder)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
     has_shards = any(map(split_of, names))
     if "sources" not in old.made_from and ("meta.json" in names or has_shards):
         raise UserError(
@@ -123,32 +174,38 @@ def continued(folder: str, new: Meta) -> Meta:
         )
     if not (old.shards or has_shards):
         return new
-    num_read = sys.maxsize if old.complete else max((end[0] for end in old.ends.values()), default=0)
-
-    def recorded(meta):
-        record = {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from
-        for number, (name, size, digest) in enumerate(record.pop("sources")):
-            key = f"file {number + 1} of the input (name, bytes, hash)"
-            record[key] = [name, size, digest] if number < num_read else [name, digest]
-        return record
-
-    then, now = recorded(old), recorded(new)
-    for key in then | now:
-        before, after = (console.plain(repr(record.get(key, ""))) for record in (then, now))
-        if before != after:
+    with shards.damage_named(folder):
+        num_read = sys.maxsize
+        if not old.complete:
+            num_read = max((End(**end).file for end in old.ends.values()), default=0)
+        before = recorded_input(old, num_read)
+    now = recorded_input(new, num_read)
+    for key in before | now:
+        if before.get(key, "") != now.get(key, ""):
+            shown = [console.plain(repr(record.get(key, ""))) for record in (before, now)]
             raise UserError(
-                f"{folder} has shards of other data: {key} was {before} and is now {after}. Move it away, or make the"
-                " new ones elsewhere."
+                f"{folder} has shards of other data: {key} was {shown[0]} and is now {shown[1]}. Move it away, or make"
+                " the new ones elsewhere."
             )
-    return dataclasses.replace(old, made_from=new.made_from)  # with the present sizes of mended files
+    return dataclasses.replace(old, made_from=new.made_from)  # with the present sizes of fixed files
+
+
+def recorded_input(meta: Meta, num_read: int) -> dict[str, Any]:
+    """What fixes the tokens of shards: settings and files; the size only of the `num_read` files that were read."""
+    record = {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from
+    for number, (name, size, digest) in enumerate(record.pop("sources")):
+        key = f"file {number + 1} of the input (name, bytes, hash)"
+        record[key] = [name, size, digest] if number < num_read else [name, digest]
+    return record
 
 
 def make_shards(
     folder: str,
     new: Meta,
     renderer: Renderer,
+    *,
     enc: tiktoken.Encoding,
-    found: list[sources.Source],
+    sources: list[Source],
     options: DataOptions,
 ) -> Meta:
     """Make the shards of `new` in a folder, or those that are missing. Returns what meta.json says of them all."""
@@ -157,48 +214,64 @@ def make_shards(
             f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
         )
     new = dataclasses.replace(new, tokenizer=enc.name, vocab_size=enc.n_vocab, masks=renderer.masks)
-    meta = continued(folder, new)
+    meta = existing_meta(folder, new)
     if not is_complete(folder, meta):  # several processes may use complete shards at once
         with lock_folder(folder):
-            meta = continued(folder, new)  # another process may have worked on it until now
+            meta = existing_meta(folder, new)  # another process may have worked on it until now
             if not is_complete(folder, meta):
-                write_shards(folder, meta, renderer, enc, found, options)
+                write_shards(folder, meta, renderer, enc=enc, sources=sources, options=options)
                 return meta
     print(f"{console.plain(folder)} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
     return meta
 
 
-def write_shards(folder, meta, renderer, enc, found, options):
-    """Write shards from where those that are there end."""
-    *begin, meta.documents, counts = keep_whole(folder, meta, renderer.counted)
-    most, sizes = meta.made_from.get("max_tokens", 0), [source.size for source in found]
-    if found[0].repo:
-        # a shard has about as many bytes as the files, which are compressed. Beside a few shards' text, three files may
-        # be on disk: one is finished, one is being read, one is being downloaded
-        check_disk_space(folder, (2 * (most - meta.tokens) if most else sum(sizes)) + 3 * max(sizes))
+def write_shards(
+    folder: str,
+    meta: Meta,
+    renderer: Renderer,
+    *,
+    enc: tiktoken.Encoding,
+    sources: list[Source],
+    options: DataOptions,
+) -> None:
+    """Write the shards behind those that are there."""
+    end = keep_whole(folder, meta)
+    meta.documents = end.documents
+    progress = Progress(end, meta.left_out)
+    most = meta.made_from.get("max_tokens", 0)
+    if sources[0].repo:
+        sizes = [source.size for source in sources]
+        # a shard has about as many bytes as its files, which are compressed
+        shard_bytes = 2 * (most - meta.tokens) if most else sum(sizes)
+        # three files may be on disk: one is finished, one is being read, one is being downloaded
+        check_disk_space(folder, shard_bytes + 3 * max(sizes))
         save(folder, meta)  # so that the files that are on disk can be found again without a network
-    downloads = os.path.join(folder, ".download")
-    files = sources.fetched(
-        found, downloads, begin[0], ahead=not most
-    )  # with a limit, the next may not be needed
+    download_folder = os.path.join(folder, ".download")
+    # with a limit, the next file may not be needed
+    files = downloads.fetch_all(sources, download_folder, first=end.file, ahead=not most)
     num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
-    encoded = encode_all(renderer, enc, read_batches(renderer, files, begin), num_threads)
+    encoded = encode_all(renderer, enc, read_batches(renderer, files, end), num_threads=num_threads)
     title = console.plain(folder)
     bar = tqdm(total=most or None, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
     with bar, contextlib.closing(encoded):
-        rows = usable(encoded, [source.name for source in found], counts, most, bar)
-        for parts, place in cut(rows, options.shard_size, meta.validation_every, is_first=not meta.shards):
-            if not place and not all(meta.lengths(split) or len(parts[split][0]) for split in parts):
-                parts = in_two(parts, enc.eot_token, renderer, counts)
-            write(folder, meta, parts, renderer, enc)
-            meta.rows_left_out, meta.left_out = counts.numbers[0], counts.sentences
+        names = [source.name for source in sources]
+        rows = usable(encoded, progress, names, most=most, bar=bar)
+        every = meta.validation_every
+        for parts, place in cut(rows, options.shard_size, every=every, is_first=not meta.shards):
+            if not place and not all(meta.lengths(split) or len(parts[split].ids) for split in parts):
+                parts = in_two(parts, enc.eot_token, renderer, counts=progress.counts)
+            write(folder, meta, parts, renderer=renderer, enc=enc)
+            meta.rows_left_out = progress.counts.numbers[Counts.LEFT_OUT]
+            meta.left_out = progress.counts.sentences
             if place:
-                meta.ends[[*meta.shards][-1]] = [*place, meta.documents, *counts.numbers]
+                last_shard = list(meta.shards)[-1]
+                meta.ends[last_shard] = progress.end(place, documents=meta.documents)._asdict()
                 save(folder, meta)
-                sources.remove_fetched(found[: place[0]], downloads)  # what is not in a shard will be read again
-    remove_folder(downloads)  # before the end is recorded: what is complete is not looked at again
+                # a file whose rows are not all in shards will be read again
+                downloads.remove_fetched(sources[: place.file], download_folder)
+    remove_folder(download_folder)  # before the end is recorded: what is complete is not looked at again
     finish(folder, meta, renderer.noun)
-    counts.note()
+    progress.counts.note()
 
 
 def check_disk_space(folder: str, size: int) -> None:
@@ -214,150 +287,258 @@ def check_disk_space(folder: str, size: int) -> None:
 # ----- Rows to tokens -----------------------------------------------------------------------------------
 
 
-def read_batches(renderer, files, begin):
-    """The rows of (number, source) of `files` from a place on: ([(place, in words, what was read)], bytes)."""
+class Progress:
+    """What happened to the rows of the input so far, and a hash of those of the present file."""
+
+    def __init__(self, end: End, sentences: Sequence[str]):
+        num_left_out = end.counts.get(Counts.LEFT_OUT, 0)  # the sentences about later rows come again
+        self.counts = Counts(end.counts, end.unread, sentences[:num_left_out])
+        self.file = end.file
+        self.hash = end.hash
+
+    def add(self, entry: Entry) -> None:
+        if entry.place.file != self.file:
+            self.file = entry.place.file
+            self.hash = 0
+        self.hash = add_hash(self.hash, entry.hash)
+        self.counts.add(entry.content.counts, entry.content.unread)
+        self.counts.add(entry.counts, ())
+
+    def end(self, place: Place, *, documents: int) -> End:
+        return End(
+            file=place.file,
+            row=place.row,
+            hash=self.hash if place.row else 0,
+            documents=documents,
+            counts=dict(self.counts.numbers),
+            unread=dict(self.counts.unread),
+        )
+
+
+def hash_of(value: Any) -> int:
+    """A hash of what was read of a row: a text, or anything else that JSON can hold."""
+    if not isinstance(value, str):
+        value = json.dumps(value, ensure_ascii=False)
+    return zlib.crc32(value.encode("utf-8", "surrogatepass"))
+
+
+def add_hash(total: int, row_hash: int) -> int:
+    return zlib.crc32(row_hash.to_bytes(4, "big"), total)
+
+
+def read_batches(
+    renderer: Renderer, files: Iterable[tuple[int, Source]], end: End
+) -> Iterator[tuple[list[Entry], int]]:
+    """Yield (entries, bytes) for the rows of (number, source) in `files` behind an end."""
     for number, source in files:
-        needed = renderer.needed if number == 0 else ()
-        rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
-        first = begin[1] if number == begin[0] else 0
-        batch, batch_bytes = [], 0
-        for row_number, row in itertools.islice(enumerate(rows), first, None):
-            entry, num_bytes = renderer.read(row)
-            if isinstance(entry, Unusable):
-                entry, num_bytes = entry._replace(values=row.values), len(repr(row.values))
-            batch.append(((number, row_number), row.place, entry))
-            batch_bytes += num_bytes
+        entries = read_entries(renderer, number, source)
+        if number == end.file and end.row:
+            entries = skip_rows(entries, end, source.name)
+        batch = []
+        batch_bytes = 0
+        for entry in entries:
+            batch.append(entry)
+            batch_bytes += entry.content.size
             if batch_bytes >= BATCH_BYTES:
                 yield batch, batch_bytes
-                batch, batch_bytes = [], 0
+                batch = []
+                batch_bytes = 0
         yield batch, batch_bytes
 
 
-def encode_all(renderer, enc, batches, num_threads):
-    """Yield the batches in order, each with what becomes of its rows that can be used, in `num_threads` threads.
+def read_entries(renderer: Renderer, number: int, source: Source) -> Iterator[Entry]:
+    needed = renderer.needed if number == 0 else ()
+    rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
+    for row_number, row in enumerate(rows):
+        content = renderer.read(row)
+        if isinstance(content.value, Unusable):
+            unusable = content.value._replace(values=row.values)
+            content = content._replace(value=unusable, size=len(repr(row.values)))
+        yield Entry(Place(number, row_number), row.place, content)
 
-    This thread reads, and the others tokenize, as tiktoken releases Python's lock meanwhile.
+
+def skip_rows(entries: Iterator[Entry], end: End, name: str) -> Iterator[Entry]:
+    """The entries of a file behind its rows that are in shards; UserError if these are no longer the same."""
+    num_rows = 0
+    total = 0
+    for entry in itertools.islice(entries, end.row):
+        num_rows += 1
+        total = add_hash(total, entry_hash(entry))
+    following = next(entries, None)  # there was one
+    if total == end.hash and following:
+        return itertools.chain([following], entries)
+    found = "these rows are no longer the same" if following else f"it has only {num_rows:,} rows now"
+    raise UserError(
+        f"{name} has changed: its first {end.row:,} rows are in the shards, but {found}. Restore the file, or make the"
+        " shards again in another folder."
+    )
+
+
+def entry_hash(entry: Entry) -> int:
+    value = entry.content.value
+    return hash_of(value.reason if isinstance(value, Unusable) else value)
+
+
+def encode_all(
+    renderer: Renderer,
+    enc: tiktoken.Encoding,
+    batches: Iterator[tuple[list[Entry], int]],
+    *,
+    num_threads: int,
+) -> Generator[list[Entry], None, None]:
+    """Yield the batches in order, tokenized in `num_threads` threads.
+
+    This thread reads. tiktoken releases Python's lock, so the other threads run meanwhile.
     """
     worker = threading.local()
+    failures = []
 
-    def start():
-        # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
-        worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
+    def encode(batch: list[Entry]) -> list[Entry]:
+        if not hasattr(worker, "enc"):
+            # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
+            worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
+        values = [entry.content.value for entry in batch if not isinstance(entry.content.value, Unusable)]
+        results = iter(renderer.encode(worker.enc, values))
+        for entry in batch:
+            entry.hash = entry_hash(entry)
+            if isinstance(entry.content.value, Unusable):
+                entry.tokens = entry.content.value
+            else:
+                entry.tokens, entry.counts = next(results)
+        return batch
 
-    def encode(batch):
-        return renderer.encode(worker.enc, [entry for *_, entry in batch if not isinstance(entry, Unusable)])
+    def until_failure():
+        try:
+            yield from batches
+        except (UserError, OSError) as error:  # of a file: the rows before it go into the shards
+            failures.append(error)
 
-    executor = ThreadPoolExecutor(num_threads, initializer=start)
-    pending, waiting, failure = collections.deque(), 0, None
+    executor = ThreadPoolExecutor(num_threads)
+    pending: collections.deque[tuple[int, Future]] = collections.deque()
+    waiting = 0
     try:
-        while True:
-            try:
-                while waiting < QUEUE_BYTES and (read := next(batches, None)):
-                    batch, num_bytes = read
-                    pending.append((batch, num_bytes, executor.submit(encode, batch)))
-                    waiting += num_bytes
-            except (UserError, OSError) as error:  # of a file: what is before it goes into the shards
-                failure = error
-            if not pending:
-                break
-            batch, num_bytes, future = pending.popleft()
-            waiting -= num_bytes
-            yield batch, future.result()
-        if failure:
-            raise failure
+        for batch, num_bytes in until_failure():
+            pending.append((num_bytes, executor.submit(encode, batch)))
+            waiting += num_bytes
+            while waiting >= QUEUE_BYTES:
+                num_bytes, future = pending.popleft()
+                waiting -= num_bytes
+                yield future.result()
+        while pending:
+            _, future = pending.popleft()
+            yield future.result()
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+    if failures:
+        raise failures[0]
 
 
-def usable(encoded, names: list[str], counts: Counts, most: int, bar: tqdm) -> Iterator[tuple[Place, Tokens]]:
-    """The rows of batches that can be used, up to that with which there are `most` tokens (0: all), shown on a bar.
+def usable(
+    encoded: Iterable[list[Entry]], progress: Progress, names: Sequence[str], *, most: int, bar: tqdm
+) -> Iterator[tuple[Place, Tokens]]:
+    """The usable rows, until there are `most` tokens (0: no limit), shown on a bar.
 
-    `counts` is of all rows before the one that is yielded.
+    `progress` is of all rows before the one that is yielded.
     """
     num_tokens = bar.n
-    for batch, rendered in encoded:
-        coming = iter(rendered)
-        for place, where, entry in batch:
-            tokens, more = (entry, ()) if isinstance(entry, Unusable) else next(coming)
-            if isinstance(tokens, Unusable):
-                counts.leave_out(where, names[place[0]], tokens)
-                continue
-            yield place, tokens
-            counts.add(more)
-            bar.set_postfix_str(f"file {place[0] + 1} of {len(names)}", refresh=False)
-            bar.update(len(tokens[0]))
-            num_tokens += len(tokens[0])
-            if most and num_tokens >= most:
-                return
+    for entry in itertools.chain.from_iterable(encoded):
+        name = names[entry.place.file]
+        if isinstance(entry.tokens, Unusable):
+            progress.counts.leave_out(entry.words, name, entry.tokens)
+            progress.add(entry)
+            continue
+        yield entry.place, entry.tokens
+        progress.add(entry)
+        length = len(entry.tokens.ids)
+        bar.set_postfix_str(f"file {entry.place.file + 1} of {len(names)}", refresh=False)
+        bar.update(length)
+        num_tokens += length
+        if most and num_tokens >= most:
+            return
 
 
 # ----- Two splits, and shards ---------------------------------------------------------------------------
 
 
 def is_validation(place: Place, every: int) -> bool:
-    """Whether a row is for validation: of `every` rows one, at random among the first eleven."""
-    group, number = divmod(sum(place), every)
+    """Whether a row is for validation. One in `every` is, at a pseudorandom place among the first eleven of them.
+
+    The numbers of the file and of the row are added, so that files of one row each are sampled as well.
+    """
+    group, number = divmod(place.file + place.row, every)
     return number == zlib.crc32(b"%d" % group) % VALIDATE_EVERY
 
 
-def cut(
-    rows: Iterable[tuple[Place, Tokens]], size: int, every: int, is_first: bool
-) -> Iterator[tuple[dict[str, Tokens], Place | None]]:
-    """Cut rows into runs with at most `size` tokens in a split, but for a longer row.
+class Part:
+    """The rows of a run that are for one split."""
 
-    Yields ({split: tokens}, place): where in the input the next run begins, None after the last.
+    def __init__(self):
+        self.ids = bytearray()  # of uint16
+        self.mask = bytearray()
+
+    def add(self, tokens: Tokens) -> None:
+        self.ids.extend(tokens.ids.data)
+        if tokens.mask is not None:
+            self.mask.extend(tokens.mask.data)
+
+    def tokens(self) -> Tokens:
+        mask = np.frombuffer(self.mask, np.uint8) if self.mask else None
+        return Tokens(np.frombuffer(self.ids, np.uint16), mask)
+
+
+def cut(
+    rows: Iterable[tuple[Place, Tokens]], size: int, *, every: int, is_first: bool
+) -> Iterator[tuple[dict[str, Tokens], Place | None]]:
+    """Cut rows into runs with at most `size` tokens in a split. Only a longer row makes a longer run.
+
+    Yields ({split: tokens}, the place where the next run begins, None after the last).
     every: as in `is_validation`; with 0, the first run is for validation and no other one. Rows of 3, 5 and 1 tokens in
     runs of 4: aaa | bbbbb | c
     """
-    parts = empty_parts()
-    for place, (ids, mask) in rows:
-        split = "val" if (is_validation(place, every) if every else is_first) else "train"
-        if parts[split][0] and len(parts[split][0]) // 2 + len(ids) > size:
-            yield as_tokens(parts), place
-            parts, is_first = empty_parts(), False
-            split = split if every else "train"
-        parts[split][0].extend(ids.data)
-        if mask is not None:
-            parts[split][1].extend(mask.data)
-    yield as_tokens(parts), None
+    parts = {"val": Part(), "train": Part()}
+    for place, tokens in rows:
+        for_validation = is_validation(place, every) if every else is_first
+        part = parts["val" if for_validation else "train"]
+        if part.ids and len(part.ids) // 2 + len(tokens.ids) > size:
+            yield {split: part.tokens() for split, part in parts.items()}, place
+            parts = {"val": Part(), "train": Part()}
+            is_first = False
+            part = parts["val" if for_validation and every else "train"]
+        part.add(tokens)
+    yield {split: part.tokens() for split, part in parts.items()}, None
 
 
-def empty_parts():
-    return {split: (bytearray(), bytearray()) for split in ("val", "train")}
-
-
-def as_tokens(parts) -> dict[str, Tokens]:
-    return {
-        split: (np.frombuffer(ids, np.uint16), np.frombuffer(mask, np.uint8) if mask else None)
-        for split, (ids, mask) in parts.items()
-    }
-
-
-def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, counts: Counts) -> dict[str, Tokens]:
-    """The last rows of an input of which all were for one split: about a tenth of them is for the other one.
+def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, *, counts: Counts) -> dict[str, Tokens]:
+    """Two splits of the last rows of an input whose rows were all for one: about a tenth is for the other one.
 
     A single document is cut, a single conversation refused, and so is an input without a text.
     """
-    ids, mask = max(parts.values(), key=lambda tokens: len(tokens[0]))
-    if not len(ids):
+    whole = max(parts.values(), key=lambda tokens: len(tokens.ids))
+    if not len(whole.ids):
         if counts.first:
             raise UserError(f"No row can be used. {explain(*counts.first, renderer.advice)}")
         raise UserError("The input contains no text. Check --input and --text-column.")
-    tenth = math.ceil(len(ids) / 10)
-    starts = np.flatnonzero(ids == eot)[1:]
+    tenth = math.ceil(len(whole.ids) / 10)
+    starts = np.flatnonzero(whole.ids == eot)[1:]
     if not len(starts) and renderer.masks:
         raise UserError(f"A single {renderer.noun} is too few, as one is needed to validate on. Add more.")
-    at = int(min(starts, key=lambda start: abs(start - tenth), default=tenth))
-    halves = [(ids[:at], mask if mask is None else mask[:at]), (ids[at:], mask if mask is None else mask[at:])]
-    val, train = sorted(halves, key=lambda tokens: len(tokens[0]))
+    middle = int(min(starts, key=lambda start: abs(start - tenth), default=tenth))
+    halves = [slice_of(whole, slice(None, middle)), slice_of(whole, slice(middle, None))]
+    val, train = sorted(halves, key=lambda tokens: len(tokens.ids))
     return {"val": val, "train": train}
+
+
+def slice_of(tokens: Tokens, part: slice) -> Tokens:
+    return Tokens(tokens.ids[part], None if tokens.mask is None else tokens.mask[part])
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
 
 
-def write(folder: str, meta: Meta, parts: dict[str, Tokens], renderer: Renderer, enc: tiktoken.Encoding):
-    """Write a shard of each split that has tokens; before the first ones, what tells of them.
+def write(
+    folder: str, meta: Meta, parts: dict[str, Tokens], *, renderer: Renderer, enc: tiktoken.Encoding
+) -> None:
+    """Write a shard of each split that has tokens, and before the first ones the tokenizer and meta.json.
 
     Only meta.json makes them shards: if this is killed before it is saved, they are written again.
     """
@@ -367,19 +548,22 @@ def write(folder: str, meta: Meta, parts: dict[str, Tokens], renderer: Renderer,
     prefix = renderer.prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
     for file in meta.shards:  # the folder may have had another name when they were begun
         prefix = file.rsplit("_", 2)[0]
+    first_numbers = {"val": 0, "train": 1}
     for split, tokens in parts.items():
-        if len(tokens[0]):
-            meta.documents += int(np.count_nonzero(tokens[0] == enc.eot_token))
-            ids, mask = renderer.arrange(tokens)
-            path = Path(folder, f"{prefix}_{split}_{len(meta.lengths(split)) + (split == 'train'):06d}.npy")
-            if mask is not None:  # first: without a mask, every token would count as a target
-                write_array(path.with_suffix(".mask"), mask)
-            write_array(path, ids)
-            meta.shards[path.name] = len(ids)
+        if not len(tokens.ids):
+            continue
+        meta.documents += int(np.count_nonzero(tokens.ids == enc.eot_token))
+        arranged = renderer.arrange(tokens)
+        number = first_numbers[split] + len(meta.lengths(split))
+        path = Path(folder, f"{prefix}_{split}_{number:06d}.npy")
+        if arranged.mask is not None:  # first: without a mask, every token would count as a target
+            write_array(path.with_suffix(".mask"), arranged.mask)
+        write_array(path, arranged.ids)
+        meta.shards[path.name] = len(arranged.ids)
 
 
-def write_array(path, array):
-    """Write tokens or a mask as np.save does, which would hide why a write failed."""
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write an array as np.save does, which would hide why a write failed."""
     with atomic_write(path) as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
@@ -387,7 +571,8 @@ def write_array(path, array):
 
 def is_whole(folder: str, meta: Meta, file: str) -> bool:
     """Whether a shard, and its mask, can be read and have as many entries as meta.json says."""
-    path, length = Path(folder, file), meta.shards.get(file, -1)
+    path = Path(folder, file)
+    length = meta.shards.get(file, -1)
     try:
         shards.open_shard(path, length=length)
         if meta.masks:
@@ -401,22 +586,19 @@ def is_complete(folder: str, meta: Meta) -> bool:
     return meta.complete and bool(meta.shards) and all(is_whole(folder, meta, file) for file in meta.shards)
 
 
-def keep_whole(folder: str, meta: Meta, counted: Sequence[tuple[str, str]]) -> tuple[int, int, int, Counts]:
-    """Keep the runs of rows before the first damaged shard.
-
-    Returns the numbers of the file and the row at which the next run begins, and how many documents there are and what
-    was counted up to there.
-    """
+def keep_whole(folder: str, meta: Meta) -> End:
+    """Keep the runs of rows before the first damaged shard, and return where the last of them ends."""
     kept = list(itertools.takewhile(lambda name: is_whole(folder, meta, name), meta.shards))
     while kept and kept[-1] not in meta.ends:
         kept.pop()
-    file, row, documents, *numbers = meta.ends[kept[-1]] if kept else [0, 0, 0]
     meta.shards = {name: meta.shards[name] for name in kept}
-    meta.ends = {name: recorded for name, recorded in meta.ends.items() if name in kept}
-    meta.tokens, meta.complete = sum(meta.shards.values()), False
-    counts = Counts(counted, numbers)
-    counts.sentences = meta.left_out[: counts.numbers[0]]  # those of later rows come again
-    return file, row, documents, counts
+    meta.ends = {name: end for name, end in meta.ends.items() if name in kept}
+    meta.tokens = sum(meta.shards.values())
+    meta.complete = False
+    if not kept:
+        return End()
+    with shards.damage_named(folder):
+        return End(**meta.ends[kept[-1]])
 
 
 def save(folder: str, meta: Meta) -> None:
@@ -426,46 +608,58 @@ def save(folder: str, meta: Meta) -> None:
 
 
 def finish(folder: str, meta: Meta, noun: str) -> None:
-    """Record that the shards are complete, and say what they hold."""
+    """Record that the shards are complete, and print what they hold."""
     meta.complete = True
     save(folder, meta)
-    train, val = (sum(meta.lengths(split)) for split in ("train", "val"))
+    train = sum(meta.lengths("train"))
+    val = sum(meta.lengths("val"))
     print(f"{console.plain(folder)}: {train:,} tokens to train on, {val:,} to validate on")
     print(f"in {console.count(len(meta.shards), 'shard')}, from {console.count(meta.documents, noun)}")
     if meta.masks:
-        masks = [Path(folder, file).with_suffix(".mask") for file in meta.shards]
-        num_targets = sum(int(shards.open_shard(mask, dtype=np.uint8).read().sum()) for mask in masks)
+        num_targets = 0
+        for file in meta.shards:
+            mask = shards.open_shard(Path(folder, file).with_suffix(".mask"), dtype=np.uint8)
+            num_targets += int(mask.read().sum())
         print(f"{num_targets:,} tokens are targets")
 
 
 # ----- What comes next ----------------------------------------------------------------------------------
 
-# {preset of train_gpt2.py: (its sequence length, tokens of a step, and between how many steps passes are counted)}
+
+class Preset(NamedTuple):
+    """What the command to train with a preset of train_gpt2.py depends on."""
+
+    sequence_length: int
+    batch_tokens: int  # in a step
+    least_steps: int  # passes that take fewer or more steps than these are not asked for
+    most_steps: int
+
+
 PRESETS = {
-    "gpt2": (1024, 2**19, 0, 18_000),
-    "quickstart": (128, 2**11, 400, 3000),
-    "chat": (1024, 2**17, 0, 3000),
+    "gpt2": Preset(sequence_length=1024, batch_tokens=2**19, least_steps=0, most_steps=18_000),
+    "quickstart": Preset(sequence_length=128, batch_tokens=2**11, least_steps=400, most_steps=3000),
+    "chat": Preset(sequence_length=1024, batch_tokens=2**17, least_steps=0, most_steps=3000),
 }
 
 
 def training_command(
-    preset: str, folder: str, lengths: list[int], T: int, *, passes: int = 0, start=""
+    name: str, folder: str, lengths: list[int], *, T: int, passes: int = 0, start: str = ""
 ) -> list[Any]:
-    """The command that trains on shards of these lengths, in sequences of T tokens, from the model `start`.
+    """The command that trains with a preset on shards of these lengths, in sequences of T tokens, from model `start`.
 
-    It makes so many `passes` unless they take too few or too many steps: then it makes the preset's. A step may have
-    fewer tokens than the preset's, so that a pass takes 8 steps or more.
+    It asks for so many `passes` if they take a number of steps that suits the preset; without them, the preset's steps
+    count. A step may have fewer tokens than the preset's, so that a pass takes 8 steps or more.
     """
-    own_T, own_batch, least, most = PRESETS[preset]
+    preset = PRESETS[name]
     windows = sum((length - 1) // T for length in lengths)
-    batch = max(1, min(own_batch // T, windows // 8))
+    batch = max(1, min(preset.batch_tokens // T, windows // 8))
     batch = 2 ** (batch.bit_length() - 1)
-    command = ["python", "train_gpt2.py", ("--preset", preset), ("--data", folder)]
+    command = ["python", "train_gpt2.py", ("--preset", name), ("--data", folder)]
     command.append(("--out-dir", f"log/{os.path.basename(os.path.abspath(folder))}"))
     if start:
         command.append(("--init-from", start))
-    if (T, batch * T) != (own_T, own_batch):
+    if (T, batch * T) != (preset.sequence_length, preset.batch_tokens):
         command += [("--sequence-length", T), ("--total-batch-size", batch * T)]
-    if least < passes * windows // batch < most:
+    if preset.least_steps < passes * windows // batch < preset.most_steps:
         command.append(("--passes", passes))
     return command

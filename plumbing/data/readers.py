@@ -1,30 +1,31 @@
-"""What is in the files of a data set: the rows of tables and of JSON, and texts in pieces."""
+"""The rows of the files of a data set: tables, JSON, and texts in pieces."""
 
-import ast
+import collections
 import contextlib
 import csv
-import hashlib
 import io
 import itertools
 import json
 import os
 import re
-import sysconfig
-import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data.sources import COMPRESSIONS, PYTHON_DOCS, Source, file_type, suffix_of
+from plumbing.data import python_docs
+from plumbing.data.inputs import COMPRESSIONS, Source, file_type, suffix_of
 from plumbing.files import open_regular
 
-BLOCK_CHARS = 2**13  # .txt files are read in pieces of about this many characters; positions count in pieces
-MAX_PIECE = 2**17  # characters; longer text without a token boundary, such as one repeated letter, is cut anyway
+BLOCK_CHARS = 2**13  # text files are read in blocks of this many characters. Positions count the pieces
+MAX_PIECE = (
+    2**17
+)  # characters. A longer text without a token boundary, such as one repeated letter, is cut anyway
 JSON_BLOCK = 2**18  # characters
-MAX_SEARCHED = 10_000  # rows of the first file, of which one must have the column
-LONGEST_WORD = 10  # of JSON, such as -Infinity, which a block may end in
+MAX_SEARCHED = 10_000  # one of the first file's rows, up to this many, must have the column
+LONGEST_WORD = 10  # a word of JSON, such as -Infinity, at the end of a block may be incomplete
+EMPTY = (None, "", "[]", "{}", [], {})  # values that say nothing. A CSV file has lists as texts
+MAX_UNREAD = 30  # names of keys that are counted one by one
 
 
 class Unusable(NamedTuple):
@@ -36,35 +37,57 @@ class Unusable(NamedTuple):
 
 class Row(NamedTuple):
     place: str  # in its file: "Line 3"
-    values: Any  # a dict by column, a list of JSON's, a piece of a text; Unusable if it would be read wrongly
-    starts: bool = True  # False if it continues the document before it, as a long text is read in pieces
+    values: Any  # a dict by column, a list of JSON's, a piece of a text. Unusable if reading it would change it
+    starts: bool = True  # False for a piece of a long text that continues the piece before it
+    unread: Sequence[str] = ()  # columns of its table that were not loaded
 
 
 class Counts:
-    """Counts the rows that cannot be used, and `others`: (noun, what happened to it). Names the first three rows."""
+    """What happened to the rows of an input, by sentences such as "row left out", and which keys were not read."""
 
-    def __init__(self, others: Sequence[tuple[str, str]] = (), numbers: Sequence[int] = ()):
-        self.nouns = [("row", "left out"), *others]
-        self.numbers = [*numbers] or [0] * len(self.nouns)
-        self.sentences, self.first = [], None
+    LEFT_OUT = "row left out"
+
+    def __init__(
+        self,
+        numbers: Mapping[str, int] | None = None,
+        unread: Mapping[str, int] | None = None,
+        sentences: Iterable[str] = (),
+    ):
+        self.numbers = collections.Counter(numbers)
+        self.unread = collections.Counter(unread)  # how many rows have a value under each key
+        self.sentences = list(sentences)  # about the first three rows that were left out
+        self.first: tuple[str, Unusable] | None = None
 
     def leave_out(self, place: str, name: str, unusable: Unusable) -> None:
-        self.numbers[0] += 1
+        self.numbers[self.LEFT_OUT] += 1
         if len(self.sentences) < 3:
             self.sentences.append(f"{place} of {console.plain(name)} {console.plain(unusable.reason)}.")
             self.first = self.first or (f"{place} of {name}", unusable)
 
-    def add(self, more: Sequence[int]) -> None:
-        """Count what happened to the others in a row that is used."""
-        for i, number in enumerate(more, 1):
-            self.numbers[i] += number
+    def add(self, numbers: Mapping[str, int], unread: Collection[str]) -> None:
+        """Count what happened in one row."""
+        self.numbers.update(numbers)
+        for key in unread:
+            is_listed = key in self.unread or len(self.unread) < MAX_UNREAD
+            self.unread[key if is_listed else "other keys"] += 1
 
     def note(self) -> None:
-        examples = " ".join(self.sentences)  # of the first, the rows left out
-        for number, (noun, participle) in zip(self.numbers, self.nouns):
-            if number:
-                print(f"note: {console.count(number, noun)} {participle}. {examples}".rstrip())
-            examples = ""
+        """Print what was left out and what was not read."""
+        for sentence in sorted(self.numbers, key=lambda sentence: sentence != self.LEFT_OUT):
+            noun, participle = sentence.split(" ", 1)
+            examples = self.sentences if sentence == self.LEFT_OUT else []
+            happened = f"{console.count(self.numbers[sentence], noun)} {participle}."
+            console.note(" ".join([happened, *examples]))
+        if self.unread:
+            keys = [
+                f"{console.plain(key, 60)} ({console.count(rows, 'row')})" for key, rows in self.unread.items()
+            ]
+            print("not read:", ", ".join(keys))
+
+
+def keys_with_values(values: Mapping[str, Any], read: Collection[str] = ()) -> list[str]:
+    """The keys of an object that hold something, except those that were `read`."""
+    return [key for key, value in values.items() if key not in read and value not in EMPTY]
 
 
 # ----- The rows of a file -------------------------------------------------------------------------------
@@ -73,15 +96,15 @@ class Counts:
 def read_rows(
     source: Source, columns: Sequence[str], *, separator: str = "", needed: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """The rows of a file; of a table, with those of the `columns` it has. UserError if it has no text in `needed`.
+    """The rows of a file. A table's have those of the `columns` that it has; UserError if no `needed` one has a text.
 
-    A document in a text file is one row, or one for each piece of a long one: it need not fit in memory, and several
-    cores can share it.
+    A document of a text file is one row, and a long one is a row for each piece: so it need not fit in memory, and
+    several cores can share it.
     """
     kind = file_type(source.name)
     with explain_errors(source.name):
-        if source.name == PYTHON_DOCS:
-            yield from (Row("A text", text) for text in python_docs())
+        if source.name == python_docs.NAME:
+            yield from (Row("A text", text) for text in python_docs.python_docs())
         elif kind == ".txt":
             yield from read_txt(source, separator)
         elif kind == ".jsonl":
@@ -93,7 +116,7 @@ def read_rows(
 
 
 @contextlib.contextmanager
-def explain_errors(name):
+def explain_errors(name: str) -> Iterator[None]:
     """Turn an error while the file that the user calls `name` is read into a UserError."""
     try:
         yield
@@ -102,26 +125,39 @@ def explain_errors(name):
             raise OSError(error.errno, os.strerror(error.errno), name) from None
         if isinstance(error, UnicodeDecodeError):
             raise UserError(f"{name} {explain_bytes(error, suffix_of(name))}") from None
-        wrong = f"is damaged, or not what its name says: {console.first_line(error)}"
-        raise UserError(f"{name} {wrong}. Replace it, and run this command again.") from None
+        reason = console.first_line(error)
+        if "too much memory" in reason:  # zstd's word for a window that is longer than usual
+            raise UserError(
+                f"{name} was compressed with a long window. Unpack it: zstd -d --long=31 FILE"
+            ) from None
+        raise UserError(
+            f"{name} is damaged, or not what its name says: {reason}. Replace it, and run this command again."
+        ) from None
 
 
-def explain_bytes(error, suffix):
-    """What the bytes around one that is no UTF-8 seem to be, and the command that makes UTF-8 of them."""
-    text = error.object.decode("utf-8", "replace")  # a few kilobytes
-    wrong = f"a byte 0x{error.object[error.start]:02x}, which grep -naxv '.*' FILE shows"
-    maybe, command = "It may be Windows' or Latin-1", "iconv -f WINDOWS-1252 -t UTF-8"
-    # beside bytes that are wrong there are letters that are right only where all others are UTF-8
+def explain_bytes(error: UnicodeDecodeError, suffix: str) -> str:
+    """What the bytes around one that is not UTF-8 seem to be, and the command that makes UTF-8 of them."""
+    found = f"a byte 0x{error.object[error.start]:02x}, which grep -naxv '.*' FILE shows"
+    if b"\0" in error.object:  # a few kilobytes
+        return (
+            f"is not text: it has {found}, and NUL bytes. Give the file the ending of its format, such as .parquet, or "
+            f"convert it to text. UTF-16 becomes UTF-8 by: iconv -f UTF-16 -t UTF-8 FILE > NEW{suffix}"
+        )
+    text = error.object.decode("utf-8", "replace")
+    guess = "It may be Windows' or Latin-1"
+    command = "iconv -f WINDOWS-1252 -t UTF-8"
+    # other letters beyond ASCII are right only where the rest of the file is UTF-8
     if sum(char > "\x7f" for char in text) > 2 * text.count("\ufffd"):
-        maybe, command = "The rest is", "iconv -f UTF-8 -t UTF-8 -c"
-    return f"is not UTF-8 text: it has {wrong}. {maybe}. Convert it, unpacked: {command} FILE > NEW{suffix}"
+        guess = "The rest is UTF-8"
+        command = "iconv -f UTF-8 -t UTF-8 -c"
+    return f"is not UTF-8 text: it has {found}. {guess}. Convert it, unpacked: {command} FILE > NEW{suffix}"
 
 
 # ----- Columns ------------------------------------------------------------------------------------------
 
 
-def find(row, column):
-    """What is in a row under the name of a column, or under text in its object doc for "doc.text"; None if nothing."""
+def value_in(row: Any, column: str) -> Any:
+    """The value of a row's column, or under text in its object doc for "doc.text"; None if there is none."""
     if column in row:
         return row[column]
     for key in column.split("."):
@@ -129,27 +165,33 @@ def find(row, column):
     return row
 
 
-def root_of(column, fields):
-    """The column of a table in which the one called so is: doc for "doc.text", unless there is one of that name."""
+def root_of(column: str, fields: Collection[str]) -> str:
+    """The field of a table that holds a column: doc for "doc.text", unless a field has the full name."""
     return column if column in fields else column.split(".")[0]
 
 
 def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
-    """One text of the columns of a row, of which some may be null; a blank line stands between two of them."""
+    """The texts in the columns of a row, joined by blank lines. Some of them may be null."""
     if isinstance(values, (str, Unusable)):
         return values
     if not isinstance(values, dict):
         return Unusable(f"is no object with columns, but {console.plain(values, 60)}")
-    texts: list[Any] = [find(values, column) for column in columns]
-    for column, text in zip(columns, texts):
-        if not (text is None or isinstance(text, str)):
+    texts = []
+    for column in columns:
+        text = value_in(values, column)
+        if text is not None and not isinstance(text, str):
             return Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}")
-    text = "\n\n".join(filter(None, texts))
-    return text or Unusable(f"has no text under {','.join(columns)!r}")
+        if text:
+            texts.append(text)
+    if not texts:
+        return Unusable(f"has no text under {','.join(columns)!r}")
+    return "\n\n".join(texts)
 
 
-def check_needed(rows, name, needed, most=MAX_SEARCHED):
-    """Yield rows; UserError unless each of the `needed` columns is in one of the first, with a text or null."""
+def check_needed(
+    rows: Iterable[Row], name: str, needed: Sequence[str], *, most: int = MAX_SEARCHED
+) -> Iterator[Row]:
+    """Yield rows. UserError unless each `needed` column is in one of the first `most`, with a text or null."""
     missing, first = list(needed), None
     for number, row in enumerate(rows):
         if missing and isinstance(row.values, dict):
@@ -163,9 +205,11 @@ def check_needed(rows, name, needed, most=MAX_SEARCHED):
         raise UserError(explain(f"{first.place} of {name}", unusable, COLUMN_ADVICE))
 
 
-def may_have_text(row, column):
-    value = find(row, column)
-    return isinstance(value, str) or (value is None and root_of(column, row) in row)
+def may_have_text(row: dict[str, Any], column: str) -> bool:
+    value = value_in(row, column)
+    if value is None:
+        return root_of(column, row) in row
+    return isinstance(value, str)
 
 
 def explain(place: str, unusable: Unusable, advice: str) -> str:
@@ -185,13 +229,13 @@ COLUMN_ADVICE = (
 # ----- Tables -------------------------------------------------------------------------------------------
 
 
-def read_csv(source, columns):
-    """The rows of a file whose first line names its columns. A row with more or fewer fields would be read wrongly."""
+def read_csv(source: Source, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of a file whose first line names its columns. A row with more or fewer fields is Unusable."""
     csv.field_size_limit(2**27)  # a text may exceed Python's default, and a quote may be left open
+    # a program may write semicolons where numbers have commas
     delimiters = "\t,;" if suffix_of(source.name) == ".tsv" else ",;\t"
     with open_text(source.path) as file:
         header = next(file, "")
-        # a program may write semicolons where numbers have commas
         delimiter = next((char for char in delimiters if char in header), delimiters[0])
         rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
         names = next(rows, [])
@@ -201,26 +245,31 @@ def read_csv(source, columns):
                     f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
                 )
         while True:
-            begin, wrong = rows.line_num + 1, ""
+            begin = rows.line_num + 1
             try:
                 fields = next(rows, None)
             except csv.Error as error:
-                fields, wrong = [], f"is no row of CSV: {error}"
+                if rows.line_num > begin or "end of data" in str(error):  # an open quote swallows rows
+                    raise UserError(
+                        f"Line {begin} of {source.name} is no row of CSV: {error}. Close its quotes, and write those in"
+                        " a text twice."
+                    ) from None
+                yield Row(f"Line {begin}", Unusable(f"is no row of CSV: {error}"))
+                continue
             if fields is None:
                 return
+            if not fields:  # an empty line
+                continue
             place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
-            if wrong and (rows.line_num > begin or "end of data" in wrong):  # an open quote swallows rows
-                raise UserError(
-                    f"Line {begin} of {source.name} {wrong}. Close its quotes, and write those in a text twice."
-                )
-            if fields and len(fields) != len(names):
-                wrong = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
-                wrong += f": a text with {delimiter!r} needs quotes around it"
-            if fields or wrong:
-                yield Row(place, Unusable(wrong) if wrong else dict(zip(names, fields)))
+            if len(fields) == len(names):
+                yield Row(place, dict(zip(names, fields)))
+                continue
+            found = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
+            shown = console.plain(header.strip(), 60)
+            yield Row(place, Unusable(f"{found} ({shown}): a text with {delimiter!r} needs quotes around it"))
 
 
-def read_parquet(source, columns, needed):
+def read_parquet(source: Source, columns: Sequence[str], needed: Sequence[str]) -> Iterator[Row]:
     """The rows of a Parquet file, with those of the columns that it has."""
     import pyarrow.parquet  # slow to import
 
@@ -228,27 +277,32 @@ def read_parquet(source, columns, needed):
         fields = table.schema_arrow.names
         roots = {column: root_of(column, fields) for column in columns}
         names = [name for name in dict.fromkeys(roots.values()) if name in fields]
-        missing = [column for column in needed if roots[column] not in fields] if names else columns[:1]
+        missing = [column for column in needed if roots[column] not in fields]
+        if not names:
+            missing = list(columns[:1])
         if missing:
             advice = COLUMN_ADVICE if needed else "Use another data set."
             raise UserError(
                 f"{source.name} has no column called {missing[0]!r}, but {', '.join(fields) or 'none'}. {advice}"
             )
+        unread = [field for field in fields if field not in names]
         # a.b may be a column, or a field of a: Parquet has one name for both
         batches = (batch.select(names) for batch in table.iter_batches(256, columns=names))
-        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        rows = (Row(f"Row {number}", row) for number, row in enumerate(rows, 1))
+        records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        rows = (Row(f"Row {number}", record, unread=unread) for number, record in enumerate(records, 1))
         yield from check_needed(rows, source.name, needed, most=0)  # all rows have the types of the first
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------
 
 
-def read_json(source):
+def read_json(source: Source) -> Iterator[Row]:
     """The rows of a file of JSON lines, of an array, or of values over several lines."""
     for place, value in read_values(source.path, source.name):
-        is_row = isinstance(value, (dict, list))
-        yield Row(place, value if is_row else Unusable(f"is no object, but {console.plain(repr(value), 60)}"))
+        if isinstance(value, (dict, list)):
+            yield Row(place, value)
+        else:
+            yield Row(place, Unusable(f"is no object, but {console.plain(repr(value), 60)}"))
 
 
 def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -262,29 +316,33 @@ def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
             yield int(place.split()[-1]), f"{place} of {path}", record
 
 
-def read_values(path, name):
-    """Yield (place, value) for each value in a file, one on each line or several, or for each entry of its array.
+def read_values(path: str, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) for each value in a file, or for each entry of its array. Only a few blocks are in memory.
 
-    Only a few blocks are in memory. As a conversation in JSON lines may be a list, an array there is on several lines.
+    A conversation in JSON lines may be a list, so an array of all rows there begins with a line of its own.
     """
-    decoder, number, line, start = json.JSONDecoder(), 0, 1, 0
+    decoder = json.JSONDecoder()
+    number = 0
+    line = 1
     with open_text(path) as file:
         held = file.read(JSON_BLOCK)
         array = re.match(r"\s*\[" if suffix_of(path) == ".json" else r"\s*\[\s*[\r\n]", held)
         start = array.end() if array else 0
         while True:
             gap: Any = re.compile(r"[\s,\ufeff]*").match(held, start)
-            line, start = line + held.count("\n", start, gap.end()), gap.end()
+            line += held.count("\n", start, gap.end())
+            start = gap.end()
             place = f"Entry {number + 1}" if array else f"Line {line}"
             try:
                 value, end = decoder.raw_decode(held, start)
             except (ValueError, RecursionError) as error:
-                # it may only be incomplete, or this is the end
-                reason, position = getattr(error, "msg", str(error)), getattr(error, "pos", 0)
+                reason = getattr(error, "msg", str(error))
+                position = getattr(error, "pos", 0)
                 is_cut = reason.startswith("Unterminated") or position >= len(held) - LONGEST_WORD
                 # twice as much each time, so that a long value is not parsed often
                 block = file.read(max(JSON_BLOCK, len(held) - start)) if is_cut else ""
-                held, start = held[start:] + block, 0
+                held = held[start:] + block
+                start = 0
                 if block:
                     continue
                 if held.rstrip() != ("]" if array else ""):
@@ -293,15 +351,17 @@ def read_values(path, name):
                     ) from None
                 return
             yield place, value
-            line, number, start = line + held.count("\n", start, end), number + 1, end
+            line += held.count("\n", start, end)
+            number += 1
+            start = end
 
 
-# {how a file begins that is no text: the command that makes some of it}
-STARTS = {b"\x1f\x8b": "gzip -dc", b"\x28\xb5\x2f\xfd": "zstd -dc", b"PK\x03\x04": "unzip -p"}
+# {the first bytes of files that are not text: the command that makes text of some}
+STARTS = {b"\x1f\x8b": "gzip -dc", b"\x28\xb5\x2f\xfd": "zstd -dc"}
 STARTS |= dict.fromkeys([b"\xff\xfe", b"\xfe\xff"], "iconv -f UTF-16 -t UTF-8")
 
 
-def open_text(path):
+def open_text(path: str) -> IO[str]:
     """Open a plain, .gz or .zst file as UTF-8 text; ValueError at once if it begins as another kind of file does."""
     stream: Any = open_regular(path)
     suffix = os.path.splitext(path)[1].lower()
@@ -310,42 +370,45 @@ def open_text(path):
 
         stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix]))
     start = stream.peek(4)[:4]
-    if b"\0" in start[:2]:  # UTF-16 without a mark of the byte order, which is UTF-8, too
+    if b"\0" in start[:2]:  # UTF-16 without a byte order mark
         start = b"\xff\xfe"
-    if command := next((STARTS[known] for known in STARTS if start.startswith(known)), ""):
-        raise ValueError(f"it is no plain text in UTF-8. Make some of it: {command} FILE > NEW")
+    for known, command in STARTS.items():
+        if start.startswith(known):
+            raise ValueError(f"it is not plain text in UTF-8. Make some of it: {command} FILE > NEW")
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
 # ----- Texts --------------------------------------------------------------------------------------------
 
 
-def read_txt(source, separator=""):
-    """A document, or one per `separator`, in pieces of about BLOCK_CHARS characters."""
+def read_txt(source: Source, separator: str = "") -> Iterator[Row]:
+    """A document, or one per `separator`; a long one in pieces of about BLOCK_CHARS characters."""
     with open_text(source.path) as file:
-        pieces = split_text(iter(lambda: file.read(BLOCK_CHARS), ""), separator, source.name)
-        for number, (text, starts) in enumerate(pieces, 1):
+        blocks = iter(lambda: file.read(BLOCK_CHARS), "")
+        for number, (text, starts) in enumerate(split_text(blocks, separator, source.name), 1):
             if starts and not separator and "\n<|endoftext|>" in text:
-                print(f"note: {source.name} has lines with <|endoftext|>, which are treated as text.")
+                console.note(f"{source.name} has lines with <|endoftext|>, which are treated as text.")
                 print('If they separate documents, give fineweb.py --separator "<|endoftext|>".')
             yield Row(f"Piece {number}", text, starts)
 
 
-def split_text(blocks, separator="", name=""):
-    """Yield (piece, whether a document starts there): at each `separator`, and where no token crosses the boundary.
+def split_text(blocks: Iterable[str], separator: str = "", name: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield (piece, whether a document starts there). A short document is one piece; no token crosses a cut.
 
     Line ends around a separator and empty documents are left out: "One.\n<|endoftext|>\nTwo." -> "One.", "Two."
     """
-    line_ends = "\r\n" if separator else ""
     blocks = iter(blocks)
     start = list(itertools.islice(blocks, 3))
     # a document of at most two blocks is one piece. A longer text without separators is cut behind every block
     whole = 0 if len(start) > 2 and not separator else 2 * BLOCK_CHARS
-    held, starts, found = "", True, False  # text read but not yet yielded, and whether a document starts there
+    line_ends = "\r\n" if separator else ""
+    held = ""  # text read but not yet yielded
+    starts = True  # whether a document starts there
+    has_separator = False
     for block in itertools.chain(start, blocks, [""]):
         held = (held + block).lstrip(line_ends if starts else "")
         texts = held.split(separator) if separator else [held]
-        found = found or len(texts) > 1
+        has_separator = has_separator or len(texts) > 1
         held = texts.pop() if block else ""
         for text in texts:  # each up to the end of a document
             text = text.lstrip(line_ends if starts else "").rstrip(line_ends)
@@ -360,9 +423,10 @@ def split_text(blocks, separator="", name=""):
                 cut = cut or len(held) - len(separator)
             if cut:
                 yield held[:cut], starts
-                held, starts = held[cut:], False
-    if separator and not found:
-        print(f"note: {name} does not contain --separator {separator!r}, so it is one document.")
+                held = held[cut:]
+                starts = False
+    if separator and not has_separator:
+        console.note(f"{name} does not contain --separator {separator!r}, so it is one document.")
 
 
 # line ends and punctuation: ASCII, Chinese and Japanese, Arabic and Urdu, Devanagari, Burmese, Khmer
@@ -371,11 +435,12 @@ AFTER_A_LETTER = (
 )
 
 
-def find_token_boundary(text, start, stop):
-    """The last position between `start` and `stop` that no token of the patterns in tokenizer.py crosses, else 0.
+def find_token_boundary(text: str, start: int, stop: int) -> int:
+    """The last position between `start` and `stop` that no token of GPT-2's or GPT-4's pattern crosses, else 0.
 
-    That is before a space that follows anything but white space or, as not all scripts have spaces, between a letter
-    and a line end or punctuation. subtle: GPT-4's pattern joins punctuation and a line end, letters and an apostrophe.
+    It is before a space that does not follow white space. Some scripts have no spaces, so it may also be between a
+    letter and a line end or punctuation. subtle: GPT-4's pattern joins punctuation with a line end, and letters with an
+    apostrophe.
     """
     for position in range(stop - 1, start, -1):
         before, after = text[position - 1], text[position]
@@ -384,42 +449,3 @@ def find_token_boundary(text, start, stop):
         if after in AFTER_A_LETTER and before.isalpha():
             return position
     return 0
-
-
-def python_docs():
-    """The language reference and the standard library's docstrings: a document per topic and per module.
-
-    They are ordered by a hash of their names: a fixed order, but the first tenth is representative of the rest.
-    """
-    import pydoc_data.topics
-
-    documents = dict(pydoc_data.topics.topics)
-    root = sysconfig.get_paths()["stdlib"]
-    for folder, folders, _ in os.walk(root):
-        folders[:] = set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        for path in Path(folder).glob("*.py"):
-            module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-            documents[module + ".py"] = docstrings(path, module)
-    keys = sorted(documents, key=lambda key: hashlib.sha256(key.encode()).digest())
-    return [documents[key] for key in keys if documents[key]]
-
-
-DOCUMENTED = {ast.Module: "module", ast.ClassDef: "class", ast.FunctionDef: "def", ast.AsyncFunctionDef: "def"}
-
-
-def docstrings(path, module):
-    """The docstrings of one source file, each after the line that declares what it documents."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # lib2to3 and others ship files that are not Python 3
-        return ""
-    parts = []
-    nodes: list[Any] = sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0))
-    for node in nodes:
-        kind = DOCUMENTED.get(type(node))
-        text = ast.get_docstring(node) if kind else None
-        if text:
-            arguments = f"({ast.unparse(node.args)})" if kind == "def" else ""
-            parts += [f"{kind} {getattr(node, 'name', module)}{arguments}", text]
-    return "\n\n".join(parts)

@@ -6,15 +6,16 @@ token counts as a target. The .bin shards of llm.c and modded-nanogpt are read, 
 version 1, number of tokens; then uint16), also without a number in the name (tiny_shakespeare_train.bin).
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from plumbing.files import Name, file_sample, named_errors, open_regular, read_j
 
 BIN_MAGIC, BIN_VERSION = 20240520, 1
 BIN_HEADER = 1024  # bytes
+MAKE_AGAIN = "Make the shards again in another folder."
 MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a process 1,024, some 256
 
 
@@ -248,8 +250,7 @@ class Meta:
     left_out: list[str] = field(default_factory=list)  # a sentence about each of the first three of them
     # the settings that were given, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
-    # by the last shard of a run of rows: the file and the row behind it, and the documents and what else was counted
-    ends: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the last shard of a run of rows, its End
     asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
     validation_every: int = 0  # as in preparation.is_validation
 
@@ -259,15 +260,35 @@ class Meta:
 
 def read_meta(folder: Name) -> Meta:
     """The meta.json in `folder`; without one there is no tokenizer."""
-    path, remedy = Path(folder, "meta.json"), "Make the shards again in another folder."
+    path = Path(folder, "meta.json")
     if not path.exists():
         return Meta()
-    kinds, read = vars(Meta(tokenizer="")), read_json(path, remedy)
-    found: dict[str, Any] = {"tokenizer": None} | {key: read[key] for key in kinds if key in read}
-    for key, value in found.items():
-        if type(value) is not type(kinds[key]):
-            raise UserError(f"{path} is damaged: its {key} cannot be {console.plain(repr(value), 60)}. {remedy}")
-    return Meta(**found)
+    defaults = vars(Meta(tokenizer=""))
+    content = read_json(path, MAKE_AGAIN)
+    fields: dict[str, Any] = {"tokenizer": None}
+    fields |= {key: content[key] for key in defaults if key in content}
+    for key, value in fields.items():
+        if type(value) is not type(defaults[key]):
+            shown = console.plain(repr(value), 60)
+            raise UserError(f"{path} is damaged: its {key} cannot be {shown}. {MAKE_AGAIN}")
+    meta = Meta(**fields)
+    for name, length in meta.shards.items():
+        # others' meta.json must not lead to a file of another folder
+        if PureWindowsPath(name).name != name or not split_of(name) or type(length) is not int:
+            shown = console.plain(repr({name: length}), 100)
+            raise UserError(f"{path} is damaged: its shards cannot be {shown}. {MAKE_AGAIN}")
+    return meta
+
+
+@contextlib.contextmanager
+def damage_named(folder: Name) -> Iterator[None]:
+    """Turn an error of Python while the values in a meta.json are taken apart into a UserError."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        reason = console.plain(console.first_line(error))
+        path = Path(folder, "meta.json")
+        raise UserError(f"{path} is damaged, or of another version: {reason}. {MAKE_AGAIN}") from None
 
 
 def origin(folder: Name) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import tiktoken
 
 from plumbing.cli.console import UserError, first_line, plain
-from plumbing.data import shards, sources
+from plumbing.data import downloads, shards
 from plumbing.files import atomic_write, open_regular
 
 EOT = "<|endoftext|>"  # stands before every document
@@ -49,7 +49,7 @@ def get_encoding(name_or_path):
     if name == "gpt2":
         advice = "Set TIKTOKEN_CACHE_DIR to a folder that has it, or make new shards with --tokenizer bytes."
         # tiktoken pins the vocabulary by its hash
-        return sources.retry("GPT-2's tokenizer", advice, lambda: tiktoken.get_encoding("gpt2"))
+        return downloads.retry("GPT-2's tokenizer", advice, lambda: tiktoken.get_encoding("gpt2"))
     if not name.endswith(".tiktoken") and not os.path.exists(name):
         raise UserError(
             f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), or a .tiktoken file."

@@ -1,0 +1,197 @@
+"""Which files a split of a data set of the hub has.
+
+The library `datasets` knows how a data set's card and its files' names say so. The hub is asked once, and the commit
+that it has then is kept.
+"""
+
+import collections
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from plumbing.cli import console
+from plumbing.cli.console import UserError
+from plumbing.data import downloads, python_docs
+from plumbing.data.inputs import (
+    NO_DATA,
+    TYPES,
+    Source,
+    check_names,
+    file_type,
+    list_inputs,
+    suffix_of,
+    supported_files,
+)
+
+# stands beside the data in many sets; two of these would outnumber one table
+ABOUT_DATA = re.compile(
+    r"(?i)(^|/)(licen[cs]e|notice|readme|requirements|changelog|citation|authors)\b[^/]*\.txt$"
+)
+ALIASES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}  # {--dataset: (name on the hub, config)}
+CONVERTED = "refs/convert/parquet"  # the branch in which the hub keeps its own copy of many data sets
+
+
+class Files(NamedTuple):
+    """The files of a split of a data set, or the user's own."""
+
+    dataset: str  # its full name
+    sources: list[Source]
+    commit: str = ""  # on the hub
+    config: str = ""
+    split: str = ""
+
+
+def find_files(options: Any, types: Sequence[str] = tuple(TYPES)) -> Files:
+    """The files that the options of a script name, by those called input, dataset, config, split and revision."""
+    if options.input:
+        return Files("input", list_inputs(options.input, types))
+    if options.dataset == "python-docs":
+        return Files("python-docs", [Source(python_docs.NAME)])
+    dataset, config = ALIASES.get(options.dataset, (options.dataset, options.config))
+    repo, commit, files = downloads.retry(
+        dataset, downloads.NO_NETWORK, lambda: list_hub(dataset, options.revision)
+    )
+    check_names(repo, list(files.values()))
+    root = f"hf://datasets/{repo}@{commit}"
+    try:
+        configs = read_configs(root, files, options.revision)
+        config = choose_config(repo, configs, config)
+        sources = choose_files(repo, root, files, configs=configs, config=config, split=options.split)
+    except UserError:
+        raise
+    except Exception as error:  # of many kinds, YAML's among them
+        raise unclear(repo, console.plain(console.first_line(error))) from None
+    name = repo if dataset == options.dataset else options.dataset
+    return Files(name, sources, commit=commit, config=config, split=options.split)
+
+
+def list_hub(dataset: str, revision: str) -> tuple[str, str, dict[str, Source]]:
+    """(full name, commit, {address: Source}) of the files of a data set."""
+    import huggingface_hub  # slow to import
+
+    hooks = huggingface_hub.get_session().event_hooks["request"]
+    if set_timeout not in hooks:
+        hooks.append(set_timeout)
+    info: Any = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None)
+    root = f"datasets/{info.id}@{info.sha}"
+    # subtle: `datasets` gets the same object, which remembers the list
+    tree: Any = huggingface_hub.HfFileSystem().find(root, detail=True)
+    files = {}
+    for path, entry in tree.items():
+        digest = entry["lfs"].sha256 if entry["lfs"] else entry["blob_id"]
+        name = path.removeprefix(f"{root}/")
+        files[f"hf://{path}"] = Source(name, entry["size"], digest, repo=info.id, commit=info.sha)
+    return info.id, info.sha, files
+
+
+def set_timeout(request: Any) -> None:
+    """A hook of the hub's client, which would wait forever for a list of files."""
+    request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), downloads.TIMEOUT)
+
+
+def read_configs(root: str, files: Mapping[str, Source], revision: str) -> dict[str, Any]:
+    """{config: its entry in the card of the data set at `root`, which says which files it has}; {} without a card."""
+    import huggingface_hub
+
+    card = files.get(f"{root}/README.md")
+    configs = {}
+    if revision == CONVERTED:  # which has no card: its files are CONFIG/SPLIT/0000.parquet
+        folders = {os.path.dirname(source.name) for source in files.values()}
+        for folder in sorted(folder for folder in folders if folder.count("/") == 1):
+            config, split = folder.split("/")
+            entry = {"split": split.removeprefix("partial-"), "path": f"{folder}/*.parquet"}
+            configs.setdefault(config, {"data_files": []})["data_files"].append(entry)
+    elif card:
+        with tempfile.TemporaryDirectory() as folder:
+            header = huggingface_hub.metadata_load(downloads.fetch(card, folder)) or {}
+        configs = {entry["config_name"]: entry for entry in header.get("configs") or []}
+    return configs
+
+
+def choose_config(repo: str, configs: Mapping[str, Any], config: str) -> str:
+    """The config that was asked for, or the default one. UserError if there is none of that name, or no default."""
+    from datasets import utils  # slow to import
+
+    if not configs:
+        check_choice(repo, "config", config or "default", known=["default"])
+        return "default"
+    config = config or utils.metadata.MetadataConfigs(configs).get_default_config_name() or ""
+    check_choice(repo, "config", config, known=list(configs))
+    return config
+
+
+def choose_files(
+    repo: str, root: str, files: Mapping[str, Source], *, configs: Mapping[str, Any], config: str, split: str
+) -> list[Source]:
+    """A split's files of a data set at `root`, by the rules of `datasets`."""
+    from datasets import data_files  # slow to import
+
+    # its builder would look for the files of every config, and there may be thousands
+    entry = configs.get(config, {})
+    base = "/".join(filter(None, (root, entry.get("data_dir"))))
+    named = entry.get("data_files")
+    patterns = data_files.sanitize_patterns(named) if named else data_files.get_data_patterns(base)
+    splits = data_files.DataFilesDict.from_patterns(patterns, base_path=base)
+    check_choice(repo, "split", split, known=list(map(str, splits)))
+    if elsewhere := {*splits[split]} - {*files}:
+        raise unclear(repo, f"its card names {console.plain(min(elsewhere))}, which is not in the data set")
+    sources = [files[path] for path in splits[split] if is_data(files[path].name)]
+    # those of the most common type, as `datasets` does; of two that are as common, the first one of TYPES
+    counts = collections.Counter(file_type(source.name) for source in sources)
+    main = max(TYPES, key=counts.__getitem__)
+    chosen = [source for source in sources if file_type(source.name) == main]
+    if not chosen:
+        endings = sorted({suffix_of(files[path].name) for path in splits[split]} - {""})
+        raise unclear(repo, f"it has no files that are read here, but {', '.join(endings[:5]) or 'none'}")
+    used = {source.name for source in chosen}
+    for name, paths in splits.items():
+        if name != split:
+            used |= {files[path].name for path in paths if path in files}
+    candidates = sources if configs else files.values()
+    unused = [source.name for source in candidates if is_data(source.name) and source.name not in used]
+    if unused:
+        console.note(f"{console.count(len(unused), 'file')} of {repo} left out, such as {min(unused)}.")
+    return chosen
+
+
+def is_data(name: str) -> bool:
+    """Whether a file may hold documents of someone else's data set: Markdown and source code do not."""
+    if NO_DATA.search(name) or ABOUT_DATA.search(name):
+        return False
+    return file_type(name) not in ("", ".txt") or suffix_of(name) == ".txt"
+
+
+def check_choice(repo: str, noun: str, value: str, *, known: Sequence[str]) -> None:
+    """Raise UserError unless `value` is one of the `known` configs or splits."""
+    if value not in known:
+        wrong = f"no {noun} {value!r}" if value else f"several {noun}s"
+        more = f" and {len(known) - 50:,} more" if len(known) > 50 else ""
+        raise UserError(
+            f"{repo} has {wrong}. Choose one with --{noun}: {', '.join(known[:50]) or 'none'}{more}."
+        )
+
+
+def unclear(repo: str, reason: str) -> UserError:
+    """The error for a data set whose files `datasets` cannot tell, or whose files are not read here."""
+    return UserError(
+        f"It is not clear which files of {repo} hold its texts: {reason}. Fetch those that you want, and give them "
+        f"with --input: {supported_files()}. If there is only a script, the hub may have converted the data set: read "
+        f"that copy with --revision {CONVERTED}."
+    )
+
+
+def recorded_files(meta: Any, options: Any) -> Files | None:
+    """The files in the meta.json of an earlier run, if `options` ask for the same: then the hub is not asked."""
+    if options.input or not meta.asked or options.split != meta.made_from["split"]:
+        return None
+    if any(getattr(options, key) != value for key, value in meta.asked.items()):
+        return None
+    repo, _ = ALIASES.get(meta.dataset, (meta.dataset, ""))
+    commit = meta.made_from["revision"]
+    sources = [
+        Source(name, size, digest, repo=repo, commit=commit) for name, size, digest in meta.made_from["sources"]
+    ]
+    check_names(repo, sources)
+    return Files(meta.dataset, sources, commit=commit, config=meta.made_from["config"], split=options.split)
