@@ -1,4 +1,4 @@
-"""Files read and written safely, and folders locked; a killed process leaves neither half a file nor a lock."""
+"""Safe reading and writing of files, and locks on folders. A killed process leaves neither half a file nor a lock."""
 
 import contextlib
 import json
@@ -11,21 +11,24 @@ from typing import IO, Any
 from plumbing.cli.console import UserError, note
 
 Name = str | os.PathLike[str]
-SAMPLE_BLOCK, SAMPLE_BLOCKS = 4096, 4  # `file_sample` reads this many bytes per block, and blocks per file
+SAMPLE_BLOCK = 4096  # bytes in a block of `file_sample`
+SAMPLE_BLOCKS = 4
 
 
 def kind_of(path: Name) -> str:
-    """What is at a path, or where the link at it leads: "a file" (also if there is nothing), "a folder" and so on."""
+    """The kind of thing at a path, behind any link: "a file" (also if there is nothing), "a folder" and so on."""
     if os.path.isdir(path):
         return "a folder"
-    return "a file" if os.path.isfile(path) or not os.path.exists(path) else "a pipe or a device"
+    if os.path.isfile(path) or not os.path.exists(path):
+        return "a file"
+    return "a pipe or a device"
 
 
 def open_regular(path: Name, mode: str = "rb", **kwargs: Any) -> IO[Any]:
     """Like open(), for reading regular files only: a folder is a UserError, and so is a pipe, which might block."""
     kind = kind_of(path)
     if kind != "a file":
-        raise UserError(f"{path} is {kind}, but it should be a file. Give a regular file in its place.")
+        raise UserError(f"{path} is {kind}, but it should be a file. Give a regular file instead.")
     return open(path, mode, **kwargs)
 
 
@@ -43,7 +46,7 @@ def read_json(path: Name, remedy: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named_errors(path: Name) -> Iterator[None]:
-    """Add the name of the file to an error of the disk, such as EIO or ESTALE: only errors of open() come with one."""
+    """Context that adds the file's name to errors of the disk, such as EIO: only errors of open() come with a name."""
     try:
         yield
     except OSError as error:
@@ -52,7 +55,7 @@ def named_errors(path: Name) -> Iterator[None]:
 
 
 def file_sample(path: Name) -> bytes:
-    """The size of a file and a fixed sample of its bytes; changes between the sampled ones are not seen."""
+    """The size of a file and a fixed sample of its bytes. Changes between the sampled blocks are not seen."""
     with named_errors(path), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         sampled = size.to_bytes(8, "big")
@@ -63,7 +66,7 @@ def file_sample(path: Name) -> bytes:
 
 
 def remove_folder(path: Name) -> None:
-    """Delete a folder, but no link to one, and no pipe of that name: rmtree would wait for it. Errors are ignored."""
+    """Delete a folder, but no link to one, and no pipe, for which rmtree would wait. Errors are ignored."""
     if os.path.isdir(path):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -86,14 +89,14 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
     part, file = path.with_name(f".{path.name}.part"), None
     check_replaceable(path)
     try:
-        part.unlink(missing_ok=True)  # left by a killed process; a link is removed, not what it points to
+        part.unlink(missing_ok=True)  # a killed process may have left it; of a link, the target stays
         with open(part, mode.replace("w", "x"), **kwargs) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if os.fstat(file.fileno()).st_nlink == 0:  # another process has deleted it, to begin its own
+            if os.fstat(file.fileno()).st_nlink == 0:  # another process has deleted it to write its own
                 raise UserError(
-                    f"Another process is writing {path}, too. Wait until it has ended, and try again."
+                    f"Another process is writing {path} as well. Wait until it has ended, and try again."
                 )
         os.replace(part, path)
         flush_folder(path.parent)
@@ -103,13 +106,13 @@ def atomic_write(path: Name, mode: str = "wb", **kwargs: Any) -> Iterator[IO[Any
             f"Could not write {path}: {reason}. Check its folder and the free space on its disk."
         ) from error
     finally:
-        if file and os.path.lexists(part):  # else it was renamed, or is another process's
+        if file and os.path.lexists(part):  # it was not renamed
             with contextlib.suppress(OSError):  # a read-only file system refuses this, too
                 part.unlink()
 
 
 def flush_folder(path: Name) -> None:
-    """Have the names in a folder on disk, where the system flushes folders: Windows does not."""
+    """Flush the names in a folder to disk. Windows cannot."""
     with contextlib.suppress(OSError):
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -119,19 +122,19 @@ def flush_folder(path: Name) -> None:
 
 
 def check_new_output(path: Name) -> None:
-    """Raise UserError if an output file named by the user exists."""
+    """Raise UserError if the output file that the user names exists."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists already. Choose another name, or delete it first.")
 
 
 def new_output(path: Name) -> contextlib.AbstractContextManager[IO[Any]]:
-    """Open a text file that the user names for output: a new one, written atomically."""
+    """Open the new text file that the user names for output, and write it atomically."""
     check_new_output(path)
     return atomic_write(path, "w", encoding="utf-8")
 
 
 def free_name(path: Name) -> Path:
-    """`path`.1 or, if that exists, `path`.2 and so on: the place to which what is at `path` is moved aside."""
+    """`path`.1 or, if that exists, `path`.2 and so on: a free name for what is at `path`, which makes room."""
     number = 1
     while os.path.lexists(f"{path}.{number}"):
         number += 1
@@ -139,15 +142,18 @@ def free_name(path: Name) -> Path:
 
 
 class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
-    """A lock on a folder, which this process holds until it leaves the `with` statement or ends."""
+    """A lock on a folder. This process holds it until it leaves the `with` statement or ends."""
 
     def __init__(self, path: Path, lock: Any, created: list[Path]):
-        """path: of the lock file; lock: filelock's, taken; created: the folders that were made for it."""
-        self.path, self.folder, self.lock, self.created = path, path.parent, lock, created
-        self.file = os.stat(path)  # filelock keeps it open, and no other file gets its number meanwhile
+        """path: the lock file; lock: filelock's, already acquired; created: the folders that were made for it."""
+        self.path = path
+        self.folder = path.parent
+        self.lock = lock
+        self.created = created
+        self.file = os.stat(path)  # filelock keeps it open, so no other file gets its number meanwhile
 
     def is_there(self) -> bool:
-        """Whether the file at the lock's path is still this one: someone may have moved its folder away."""
+        """Whether the lock's path still leads to this file: someone may have moved its folder away."""
         return self.path.exists() and os.path.samestat(os.stat(self.path), self.file)
 
     def check(self) -> None:
@@ -160,8 +166,8 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     def __exit__(self, *exception):
         """Release the lock; remove its file and, if nothing else was written, the folders that were made for it."""
         with contextlib.suppress(OSError):  # on Windows, filelock itself removes the file
-            if self.is_there() and self.file.st_size == 0:  # else it is the user's own, of that name by chance
-                self.path.unlink()  # filelock lets those who wait for a deleted file begin again
+            if self.is_there() and self.file.st_size == 0:  # a file with content is the user's
+                self.path.unlink()  # others who wait for it notice that, and filelock starts them again
         self.lock.release()
         with contextlib.suppress(OSError):  # not empty
             for folder in self.created:
@@ -169,17 +175,17 @@ class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
 
 
 def lock_folder(folder: Name) -> FolderLock:
-    """Lock `folder`, creating it, so that two processes cannot write to it at once. UserError if another has it.
+    """Make and lock `folder`, so that no two processes write to it at once. UserError if another one has locked it.
 
-    The system holds the lock on the file .lock in it, so it ends with the process. Some network file systems have no
-    such locks: then a note says so.
+    The system locks the file .lock in it until the process ends. Some network file systems have no such locks: then a
+    note says so.
     """
     import filelock  # takes a while
 
     path = Path(folder) / ".lock"
     created = [parent for parent in path.parents if not parent.exists()]
     check_replaceable(path)  # filelock would lock a pipe
-    # 0o666: on a shared disk the next user can lock it, too. No fallback: such locks would outlive a killed process
+    # 0o666: on a shared disk other users can lock it as well. No fallback: such locks would outlive a killed process
     lock = filelock.FileLock(path, mode=0o666, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0.2)  # a second attempt, in case the file is deleted during the first one
@@ -188,7 +194,7 @@ def lock_folder(folder: Name) -> FolderLock:
             f"{folder} is in use by another process. Wait until it has ended, or choose another folder."
         ) from None
     except OSError as error:
-        if error.filename:  # the file cannot be made, as on a full disk
+        if error.filename:  # the file could not be made, for example on a full disk
             raise
         note(f"{folder} cannot be locked ({error}). Do not start a second program that writes to it.")
     return FolderLock(path, lock, created)

@@ -253,8 +253,8 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
         assert capsys.readouterr().err.count(f"PyTorch {torch.__version__} cannot use it") == lines
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides it
     assert devices.choose_device("auto") == "cpu" and not capsys.readouterr().err
-    for name, device in (("cuda", "cuda"), ("gpu", "cuda"), ("gpu:1", "cuda:1")):
-        with pytest.raises(UserError, match=f"PyTorch .* finds no device '{device}'.* requirements.txt"):
+    for name in ("cuda", "gpu", "gpu:1"):
+        with pytest.raises(UserError, match=f"PyTorch .* finds no device '{name}'.* requirements.txt"):
             devices.choose_device(name)
 
 

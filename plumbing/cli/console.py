@@ -1,7 +1,6 @@
-"""How every program here begins and ends: output that may fail, errors in one line, the commands that come next.
+"""How every program here starts, speaks and ends: output that may fail, errors in one line, the next commands.
 
-A program ends in `program.run(main)`. Importing torch takes seconds, so a program that needs it runs its flags' parser
-once above that import, too.
+A program ends in `console.run(main)`. Importing torch takes seconds, so programs also parse their flags before that.
 """
 
 import errno
@@ -24,32 +23,34 @@ SCRIPTS = {path.name for path in ROOT.glob("*.py")}
 
 
 def output_of(*command: str) -> str:
-    """What a command prints; "" if it is not installed."""
+    """The output of a command; "" if it is not installed."""
     if not shutil.which(command[0]):
         return ""
     return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. Its message says in whole sentences what is wrong and what to do."""
+    """A mistake that the user can fix. Its message says in whole sentences what is wrong, and how to fix it."""
 
 
 # ----- Messages -----------------------------------------------------------------------------------------
 
 
-# what a terminal obeys: control characters and those that turn the direction of writing; and halves of characters
+# characters that a terminal obeys: control characters and changes of the writing direction; and halves of characters
 CONTROL = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
 
 def plain(text: object, limit: int = 200) -> str:
-    """Text of a file, a name or a model in one line, cut: a terminal shows its control characters and obeys none."""
+    """A text from a file, a name or a model, cut and in one line: a terminal shows its control characters."""
     text = str(text)
     shown = re.sub(CONTROL, escape, text[:limit])
-    return shown + "..." if len(text) > limit else shown
+    if len(text) > limit:
+        shown += "..."
+    return shown
 
 
 def harmless(text: str) -> str:
-    """`plain` for a text of any length that keeps its lines and tabs."""
+    """A text of any length with control characters shown, but for line ends and tabs."""
     return re.sub(rf"(?![\n\t]){CONTROL}", escape, text)
 
 
@@ -58,7 +59,7 @@ def escape(match):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, without its full stop, or its type if it has none."""
+    """The first line of an exception's text without its full stop, or its type if it has no text."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
 
@@ -84,13 +85,15 @@ def duration(seconds: float) -> str:
         return f"{minutes}:{int(seconds) % 60:02d}"
     if minutes < 100:
         return f"{minutes}m"
-    return f"{short(minutes / 60)}h" if minutes < 6000 else f"{minutes // 1440}d"
+    if minutes < 6000:
+        return f"{short(minutes / 60)}h"
+    return f"{minutes // 1440}d"
 
 
 def print_next(*commands: Sequence[object]) -> None:
-    """Print the commands that come next, so that they work as printed.
+    """Print the commands to run next, quoted so that they work as printed.
 
-    A command is a list of words, and of tuples (flag, value, ...): ["python", "sample.py", ("-m", "log")].
+    A command is a list of words and of tuples (flag, value, ...): ["python", "sample.py", ("-m", "log")].
     """
     print("\nNext:")
     for command in commands:
@@ -98,10 +101,12 @@ def print_next(*commands: Sequence[object]) -> None:
 
 
 def quote_group(group):
-    """Words of a command as a shell reads them back; a script of this program with the path that leads to it."""
+    """A word, or a flag with its values, as a shell reads them back; a script here with the path that leads to it."""
     if not isinstance(group, tuple):
         word = str(group)
-        return quote(os.path.relpath(ROOT / word) if word in SCRIPTS else word)
+        if word in SCRIPTS:
+            word = os.path.relpath(ROOT / word)
+        return quote(word)
     flag, *values = group
     if len(values) == 1 and str(values[0]).startswith("-"):  # it would be read as a flag
         return f"{flag}={quote(str(values[0]))}"
@@ -109,13 +114,16 @@ def quote_group(group):
 
 
 def quote(word: str) -> str:
-    """Quote a word for a shell: in double quotes, which cmd.exe has too, if these protect all its characters."""
-    if re.fullmatch(r"[\w@%+=:,./-]+" if os.name != "nt" else r"[\w@%+=:,./\\-]+", word):
+    """Quote a word for a shell: in double quotes, which cmd.exe also knows, if these protect all its characters."""
+    separators = "/" if os.name != "nt" else r"/\\"
+    if re.fullmatch(rf"[\w@%+=:,.{separators}-]+", word):
         return word
     if not word.isprintable():
-        escaped = (f"\\U{ord(char):08x}" if char in "\\'" or not char.isprintable() else char for char in word)
+        escaped = [char if char.isprintable() and char not in "\\'" else f"\\U{ord(char):08x}" for char in word]
         return f"$'{''.join(escaped)}'"
-    return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
+    if re.search(r'["$`\\!]', word):
+        return shlex.quote(word)
+    return f'"{word}"'
 
 
 # ----- Running a program --------------------------------------------------------------------------------
@@ -126,24 +134,24 @@ RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an
 def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -> Any:
     """Run `main(*args)` and return what it returns; if that has a `status`, the process exits with it.
 
-    A mistake that the user can fix becomes one line on stderr and exit status 2. Output that nobody takes any more is
-    dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
+    A mistake that the user can fix becomes one line on stderr and exit status 2. Output that cannot be written any more
+    is dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
     """
     # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
     # spinning on a contended core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # the hub's client prints two lines for each request that it repeats, and tries a download that hangs six times:
-    # sources.retry says within a minute what failed
+    # the hub's client prints two lines for each request that it repeats, and tries a download that hangs six times.
+    # `sources.retry` reports a failure within a minute
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "7")  # seconds
     # pyarrow's own allocator reserves a gigabyte of addresses, half of what a cluster may allow (ulimit -v)
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    sys.excepthook = report_exception  # for what no `run` can catch, such as Ctrl-C during the imports
+    sys.excepthook = report_exception  # for exceptions outside of `run`, such as Ctrl-C during the imports
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # it was closed before the program began
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))
-        elif stream is getattr(sys, f"__{name}__"):  # and nobody else's
+        elif stream is getattr(sys, f"__{name}__"):  # not one that a test or a notebook has put there
             outlive(stream, is_product=output_is_product and name == "stdout")
     try:
         result = main(*args)
@@ -151,12 +159,15 @@ def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -
         if status := getattr(result, "status", 0):
             sys.exit(status)
         return result
-    except (KeyboardInterrupt, Exception) as error:
+    except KeyboardInterrupt as error:
         report_exception(type(error), error, error.__traceback__)
-        leave(130 if isinstance(error, KeyboardInterrupt) else 1)  # 128 + SIGINT
+        leave(130)  # 128 + SIGINT
+    except Exception as error:
+        report_exception(type(error), error, error.__traceback__)
+        leave(1)
 
 
-ADVICE = {  # what to do about the operating system's errors
+ADVICE = {  # against the operating system's errors
     errno.ENOENT: "Check the path.",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Check its permissions."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room there and run the same command again."),
@@ -166,18 +177,18 @@ ADVICE = {  # what to do about the operating system's errors
 
 
 def explain(error: BaseException) -> str:
-    """A line on an error of the user, the machine or the installation, whichever library raised it; "" for a bug."""
+    """One line on an error of the user, the machine or the installation, whichever library raised it; "" for a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
         return (
             f"The package {error.name} is not installed for {sys.executable}. Activate the virtual environment (source "
-            ".venv/bin/activate), or install what is needed: pip install -r requirements.txt"
+            ".venv/bin/activate), or install the packages: pip install -r requirements.txt"
         )
     if is_out_of_memory(error):
         return (
-            f"There is not enough memory. {first_line(error)}. Close what else uses it and run the same command again; "
-            "a run may take a lower --batch-size."
+            f"There is not enough memory. {first_line(error)}. Close other programs that use it and run the same "
+            "command again; a run may take a lower --batch-size."
         )
     if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
         advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
@@ -186,16 +197,17 @@ def explain(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that led to it, says that memory ran out: libraries may keep only the text."""
-    said = "".join(traceback.format_exception(error, limit=0))  # types and texts, those of its causes included
+    """Whether an exception, or one of its causes, says that memory ran out: libraries may keep only the text."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    said = "".join(traceback.format_exception(error, limit=0))  # types and texts, also of its causes
     words = "MemoryError|out of memory|not enough memory|ALLOC_FAILED|[Cc]an(not|'t) allocate memory"
-    words += "|failed to map segment|overflowed"  # sizes overflow where they are beyond any memory
-    has_its_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or has_its_number or re.search(words, said) is not None
+    words += "|failed to map segment|overflowed"  # a size that is beyond any memory overflows
+    return re.search(words, said) is not None
 
 
 def report_exception(kind, error, trace):
-    """Print a traceback, but only a line after Ctrl-C, and where the user can do something, which is status 2."""
+    """Print one line after Ctrl-C; one line, and status 2, for an error that the user can fix; else a traceback."""
     if kind is KeyboardInterrupt:
         print0("interrupted", file=sys.stderr)
     elif message := explain(error):
@@ -205,15 +217,16 @@ def report_exception(kind, error, trace):
 
 
 def is_rank_0() -> bool:
-    """Whether this is the only process of a run or the first of its ranks, before and after they have met."""
+    """Whether this is the only process of a run or the first of its ranks, also before these have met."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def progress_bar(*args: Any, **options: Any) -> Any:
-    """tqdm's bar on rank 0 and a terminal, of which nothing stays; elsewhere none, as it would fill a log file."""
+    """tqdm's bar, on rank 0 and a terminal only: it would fill a log file. It is removed at its end."""
     from tqdm import tqdm  # takes a while
 
-    return tqdm(*args, leave=False, disable=None if is_rank_0() else True, **options)
+    disable = None if is_rank_0() else True  # None: unless stderr is a terminal
+    return tqdm(*args, leave=False, disable=disable, **options)
 
 
 def print0(*args: object, file: Any = None) -> None:
@@ -223,12 +236,12 @@ def print0(*args: object, file: Any = None) -> None:
 
 
 def note(text: str, file: Any = None) -> None:
-    """Print a note in one line, on rank 0 only. It may quote what a file or a model says: see `plain`."""
+    """Print a note in one line, on rank 0 only. It may quote a file or a model: see `plain`."""
     print0(f"note: {plain(text, limit=2000)}", file=file)
 
 
 def leave(status):
-    """End the process; at once if there are other ranks, which shutting down the process group would wait for."""
+    """End the process; at once if there are other ranks, because closing the process group would wait for them."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -239,7 +252,7 @@ def leave(status):
 def fail(message):
     """Print one line on stderr (under torchrun, rank 0's) and exit with status 2."""
     if not is_rank_0() and "TORCHELASTIC_RUN_ID" in os.environ:
-        # most mistakes are seen by all ranks: rank 0 reports them, and torchrun ends the others meanwhile
+        # all ranks see most mistakes: rank 0 reports them, and torchrun ends the others meanwhile
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(RANK_GRACE_SECONDS)
     print(f"error: {plain(message, limit=2000)}", file=sys.stderr, flush=True)
@@ -247,9 +260,9 @@ def fail(message):
 
 
 def outlive(stream: Any, is_product: bool) -> None:
-    """Let the program outlive stdout or stderr: once a disk is full or a reader gone, what is written is dropped.
+    """Let the program outlive stdout or stderr: output is dropped when the disk is full or the reader has gone.
 
-    If it is what the program is run for (`is_product`), the first failure ends the program.
+    is_product: whether people run the program for this output, so that the first failure ends it.
     """
     stream.reconfigure(errors="replace", line_buffering=True)  # its encoding may lack characters
 
@@ -260,7 +273,7 @@ def outlive(stream: Any, is_product: bool) -> None:
         except OSError as error:
             if not is_product:
                 return None
-            is_product = False  # say so once: what is still buffered fails at the exit again
+            is_product = False  # say so once: the buffered rest fails again at the exit
             if isinstance(error, BrokenPipeError):
                 sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
             raise UserError(f"Could not write the output: {error.strerror}.") from None

@@ -145,7 +145,7 @@ def options_of(field, config_class) -> dict[str, Any]:
     return options | {"type": read, "metavar": metavar}
 
 
-def as_positional(options, default):
+def as_positional(options, default) -> dict[str, Any]:
     """The options of an argument without a flag, which may be left out."""
     if "nargs" in options:
         return options | {"nargs": "*"}

@@ -1,4 +1,4 @@
-"""The machine: its devices, dtypes and attention kernels, its memory, and how fast GPUs are."""
+"""What this machine has: devices, dtypes, attention kernels, memory, and the peak of its GPU."""
 
 import contextlib
 import math
@@ -20,27 +20,23 @@ from plumbing.system.limits import memory_limits, num_cores
 def choose_device(name: str) -> str:
     """The device called `name`, or for "auto" the best on this machine. Raises UserError if it cannot be used.
 
-    torch has no more threads then than a container's quota has cores: they would only wait for one another.
+    Also lowers torch's number of threads to a container's quota of cores: more would only wait for one another.
     """
-    name, known = re.sub("^gpu", "cuda", name), ["cpu"]
+    typed = name
+    name = re.sub("^gpu", "cuda", name)
+    known = ["cpu"]
     if torch.backends.mps.is_available():
         known = ["mps", *known]
     if torch.cuda.is_available():
         known = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count())), *known]
     if name == "auto":
         name = known[0]
-        # torch may be built without CUDA, or for a newer driver
-        gpus = output_of("nvidia-smi", "--list-gpus") if name == "cpu" and is_rank_0() else ""
-        if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            note(
-                f"This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it, so the CPU "
-                "is used. requirements.txt names the builds of PyTorch.",
-                file=sys.stderr,
-            )
+        if name == "cpu" and is_rank_0():
+            look_for_gpu()
     if name not in known:
         raise UserError(
-            f"PyTorch {torch.__version__} finds no device {name!r} on this machine. Leave --device out, or choose from "
-            f"{', '.join(known)}. requirements.txt names the builds of PyTorch for GPUs."
+            f"PyTorch {torch.__version__} finds no device {typed!r} on this machine. Leave --device out, or choose "
+            f"from {', '.join(known)}. requirements.txt names the builds of PyTorch for GPUs."
         )
     if name.startswith("cuda"):
         check_kernels(name)
@@ -48,14 +44,29 @@ def choose_device(name: str) -> str:
     return name
 
 
+def look_for_gpu() -> None:
+    """Say so if there is a GPU that torch cannot use: it may be built without CUDA, or for a newer driver."""
+    gpus = output_of("nvidia-smi", "--list-gpus")
+    if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        note(
+            f"This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it, so the CPU is used. "
+            "requirements.txt names the builds of PyTorch.",
+            file=sys.stderr,
+        )
+
+
 def check_kernels(device: str) -> None:
     """Raise UserError if this build of torch has no kernels for a GPU, which torch only warns of."""
     major, minor = torch.cuda.get_device_capability(device)
+
+    def runs(kind: str, kernel_major: str, kernel_minor: str) -> bool:
+        # sm_86 is for 8.6 to 8.9, compute_86 for 8.6 and all later GPUs
+        is_old_enough = int(kernel_major + kernel_minor) <= 10 * major + minor
+        return is_old_enough and (kind == "compute" or int(kernel_major) == major)
+
     built = torch.cuda.get_arch_list()
-    # sm_86 is for 8.6 to 8.9, compute_86 for 8.6 and all later GPUs; AMD's GPUs have other names
-    kernels = re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(built))
-    run = [int(x + y) <= 10 * major + minor and (kind == "compute" or int(x) == major) for kind, x, y in kernels]
-    if kernels and not any(run):
+    kernels = re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(built))  # AMD's GPUs have other names
+    if kernels and not any(runs(*kernel) for kernel in kernels):
         raise UserError(
             f"PyTorch {torch.__version__} has kernels for {', '.join(built)}, but none for this machine's "
             f"{torch.cuda.get_device_name(device)}, which is sm_{major}{minor}. Install the build of PyTorch that "
@@ -64,48 +75,50 @@ def check_kernels(device: str) -> None:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> float:
-    """Bytes that are free on a GPU, or on the machine within its container's limit; infinite if that is not known."""
+    """Free bytes on a GPU, or on the machine within its container's limit; infinite if nothing says how many."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
         return torch.cuda.mem_get_info(device)[0] + cached
     meminfo = root / "proc/meminfo"  # only Linux has it
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    free = math.inf
     if meminfo.exists():
         free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
+    elif hasattr(os, "sysconf"):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([free, *memory_limits(root)])
 
 
 def choose_dtype(name: str, device: torch.device, is_wide: bool = False) -> str:
-    """The dtype called `name`, for "auto" the best for this device. UserError if the device lacks it.
+    """The dtype called `name`, or for "auto" the best for this device. UserError if the device lacks it.
 
-    is_wide: whether the model is so wide that bfloat16 is faster on a CPU that has instructions for it.
+    is_wide: whether the model is wide enough for bfloat16 to be faster on a CPU that has instructions for it.
     """
-    is_gpu = device.type == "cuda"
-    # NVIDIA's GPUs have had it since Ampere; other devices can at least emulate it
-    has_bfloat16 = not is_gpu or torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0)
-    if name == "auto" and is_gpu:
-        name = "bfloat16" if has_bfloat16 else "float16"
-    elif name == "auto":
-        is_faster = device.type == "cpu" and is_wide and torch.cpu._is_avx512_bf16_supported()
-        name = "bfloat16" if is_faster else "float32"
-    if (name == "bfloat16" and not has_bfloat16) or (name == "fp8" and not has_float8(device)):
+    half = "bfloat16"
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        half = "float16"  # NVIDIA's GPUs have bfloat16 since Ampere; other devices can at least emulate it
+    if name == "auto":
+        is_fast = device.type == "cpu" and is_wide and torch.cpu._is_avx512_bf16_supported()
+        return half if device.type == "cuda" or is_fast else "float32"
+    if (name == "bfloat16" and half != name) or (name == "fp8" and not has_float8(device)):
         raise UserError(
             f"This device does not support --dtype {name}. NVIDIA GPUs support bfloat16 from Ampere on, and fp8 from "
             f"Ada and Hopper on. Leave --dtype out; a run that began in {name} continues here only as a branch: "
-            f"--branch-from RUN --out-dir NEW --dtype {'bfloat16' if has_bfloat16 else 'float16'}"
+            f"--branch-from RUN --out-dir NEW --dtype {half}"
         )
     return name
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether a device can multiply float8 matrices. On a CPU, this is found out by calling torch's kernel."""
-    if device.type != "cpu":
+    """Whether a device can multiply float8 matrices. On a CPU, torch's kernel is called to find out."""
+    if device.type == "cuda":
         # AMD's MI300, with capability 9.4, has another float8; nobody has tried it
-        is_nvidia = device.type == "cuda" and not torch.version.hip
-        return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
-    # before torch has asked the processor what it has, it multiplies by another kernel than afterwards
+        return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
+    if device.type != "cpu":
+        return False
+    # until torch has asked the processor what it has, it uses another kernel
     torch.cpu._is_avx512_bf16_supported()
-    ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    scale = torch.ones(())
     try:
         torch._scaled_mm(ones, ones.T, scale, scale, out_dtype=torch.bfloat16)
     except RuntimeError:
@@ -113,9 +126,9 @@ def has_float8(device: torch.device) -> bool:
     return True
 
 
-# TFLOP/s of dense matmuls on tensor cores, in bfloat16 (on V100 and T4, which lack it, float16) with float32
-# accumulation, by PyTorch's names for the GPUs without the brand. Most are from NVIDIA's datasheet of that GPU, which
-# prints twice as much where it counts sparse matrices or, for GeForce cards, accumulation in float16
+# TFLOP/s of dense matmuls on tensor cores in bfloat16 (V100 and T4: float16) with float32 accumulation, by PyTorch's
+# names for the GPUs without the brand. Most are from NVIDIA's datasheets. These print twice as much where they count
+# sparse matrices (a star says so) or, for GeForce cards, accumulation in float16
 PEAK_TFLOPS = {
     "V100-SXM2-16GB, V100-SXM2-32GB": 125,
     "V100-PCIE-16GB, V100-PCIE-32GB": 112,
@@ -142,13 +155,16 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak in FLOP/s of a GPU, by its name as torch.cuda.get_device_name gives it; None if it is not known."""
+    """The peak in FLOP/s of the GPU that torch.cuda.get_device_name calls device_name; None if it is not known."""
     # names must match exactly: an L40 is not an L4, and a MIG slice is only a part of a GPU
     name = re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", device_name)
-    return next((1e12 * peak for names, peak in PEAK_TFLOPS.items() if name in names.split(", ")), None)
+    for names, peak in PEAK_TFLOPS.items():
+        if name in names.split(", "):
+            return 1e12 * peak
+    return None
 
 
-FUSED_ATTENTION = {  # by torch's names; an unfused kernel is always there
+FUSED_ATTENTION = {  # by torch's names; the unfused kernel is always enabled
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "mem_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -156,7 +172,7 @@ FUSED_ATTENTION = {  # by torch's names; an unfused kernel is always there
 
 
 def enabled_attention(device_type: str) -> list[str]:
-    """Those of the fused attention kernels that this process may use on such a device."""
+    """The fused attention kernels that this process may use on such a device."""
     kernels = FUSED_ATTENTION if device_type == "cuda" else ("flash",)
     return [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
 
@@ -168,7 +184,7 @@ def disable_attention(*kernels: str) -> None:
 
 
 def seed_random_numbers(seed: int, *more: int) -> None:
-    """Seed all that a model may draw random numbers with, torch, numpy and Python itself, by one number or several."""
+    """Seed the generators of torch, numpy and Python itself with one number or several."""
     if more:
         seed = int(np.random.SeedSequence([seed, *more]).generate_state(1)[0])
     torch.manual_seed(seed)
@@ -197,7 +213,7 @@ def exact_matmuls() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
-    """Context after which the process is as before: how matmuls are computed, and which attention kernels are used."""
+    """Context that restores the precision of matmuls and the enabled attention kernels when it ends."""
     enabled = enabled_attention("cuda")
     try:
         with exact_matmuls():

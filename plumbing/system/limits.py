@@ -1,4 +1,4 @@
-"""What this process may use: by its affinity, and by the control groups of Linux that containers and jobs have."""
+"""The cores and the memory that this process may use: its affinity, and the limits of its Linux control groups."""
 
 import math
 import os
@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")  # of the system; a test has another one
+ROOT = Path("/")  # tests have another one
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """The cores by affinity and by the quotas of the control groups."""
+    """The cores that the affinity and the quotas of the control groups allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for group in control_groups("cpu", root):
@@ -22,24 +22,24 @@ def num_cores(root: Path = ROOT) -> int:
 
 
 def memory_limits(root: Path = ROOT) -> list[int]:
-    """The bytes to which the control groups limit their processes together."""
+    """The limits in bytes of the control groups, each for all its processes together."""
     groups = list(control_groups("memory", root))
     limits = [read(group / name) for name in ("memory.max", "memory.limit_in_bytes") for group in groups]
     return [int(limit) for limit in limits if limit.isdigit()]  # "max": no limit
 
 
 def control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of this process's control group and of each one around it, in version 2 and 1."""
+    """The folders of this process's control group and of the groups that contain it, in versions 2 and 1."""
     lines = read(root / "proc/self/cgroup") or "0::/"
     for names, group in re.findall("(?m)^[0-9]+:(.*?):(.*)$", lines):
         mounts = [names, controller] if controller in names.split(",") else []
         if not names:
-            mounts = [".", "unified"]  # version 2 has one tree; where there is version 1, too, in this folder
+            mounts = [".", "unified"]  # version 2 has one tree, in this folder if version 1 is there as well
         for mount in mounts:
             top = root / "sys/fs/cgroup" / mount
-            # a container may see its own group as the root of the tree, so that the levels below it are not there
-            own = top / group.strip("/")
-            yield from (level for level in (own, *own.parents) if level.is_relative_to(top))
+            # a container may see its own group as the root of the tree, without the levels that its name has
+            folder = top / group.strip("/")
+            yield from (level for level in (folder, *folder.parents) if level.is_relative_to(top))
 
 
 def read(path):
