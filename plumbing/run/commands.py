@@ -27,7 +27,7 @@ def launcher() -> list[str]:
     return ["torchrun", *nodes, f"--nproc_per_node={local_ranks}"]
 
 
-def train_command(config_class: type, settings: Mapping[str, Any]) -> Command:
+def training_command(config_class: type, settings: Mapping[str, Any]) -> Command:
     """The command that trains with these settings, {name: value}."""
     command: Command = [*launcher(), os.path.relpath(source_code.file_of(config_class))]
     for name, value in settings.items():
@@ -64,4 +64,4 @@ def print_next_commands(config: Any, enc: Any) -> None:
         "out_dir": f"{config.out_dir.rstrip('/')}-longer",
         "max_steps": 2 * config.max_steps,
     }
-    print_next(sample, train_command(config_class, longer))
+    print_next(sample, training_command(config_class, longer))

@@ -26,7 +26,7 @@ from plumbing.cli.console import plain, quote_group
 from plumbing.data.shards import origin
 from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.run import source_code
-from plumbing.run.commands import train_command
+from plumbing.run.commands import training_command
 
 NUMBER = r"(-?\d{1,15}(?:\.\d{1,15})?(?:e[+-]\d{2,3})?|-?inf|nan)"
 LINE = re.compile(rf"(\d{{1,15}}) ([\w/.-]+) {NUMBER}\n", re.ASCII)
@@ -127,7 +127,7 @@ def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: d
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join(map(quote_group, train_command(type(config), start.typed))),
+        "command": " ".join(map(quote_group, training_command(type(config), start.typed))),
         "from step": str(start.step),
         "config": json.dumps(dataclasses.asdict(config)),
         "ran": json.dumps(ran),

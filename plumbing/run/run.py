@@ -30,7 +30,7 @@ from plumbing.data.windows import stream_names
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs
 from plumbing.run.checkpoint import CheckpointWriter, training_state
-from plumbing.run.commands import print_next_commands, train_command
+from plumbing.run.commands import print_next_commands, training_command
 from plumbing.run.folder import keep_samples_before, prepare_folder
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
@@ -303,7 +303,7 @@ class Run:
             again = "The same command" if self.config.resume else "The same command without --no-resume"
             print(f"Stopped after {count(step, 'step')}. {again} continues the run.")
             typed = {name: value for name, value in self.typed.items() if name != "resume"}
-            print_next(train_command(type(self.config), typed))
+            print_next(training_command(type(self.config), typed))
             return ended
         if self.config.max_steps:
             if self.val_loss is None or math.isfinite(self.val_loss):

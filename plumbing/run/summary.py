@@ -10,22 +10,23 @@ import torch
 from plumbing.cli.console import count, duration, note, print0, print_next, short
 from plumbing.cli.flags import flag_of
 from plumbing.run.checkpoint import BEST
-from plumbing.run.commands import train_command
+from plumbing.run.commands import training_command
 
-TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (Hoffmann et al. 2022, table 3), in tokens of BPE
-BYTE_IDS = 512  # a tokenizer with no more ids has hardly any but bytes
-A100_FLOPS = 312e12 * 0.4  # its peak in bfloat16, and the usual share of it in training models of GPT-2's sizes
+TOKENS_PER_PARAMETER = 20  # in a compute-optimal run (Hoffmann et al. 2022, table 3), for tokens of BPE
+BYTE_IDS = 512  # a tokenizer with no more ids has bytes and hardly anything else
+A100_FLOPS = 312e12 * 0.4  # its peak in bfloat16, times the usual share when training models of GPT-2's sizes
 A100_PARAMETERS = 100_000_000  # a smaller model does not reach this share
 LONG = 24 * 60 * 60  # seconds
 
-Row = tuple[str, str]  # the name, "" for another line under the same one; the text
+Row = tuple[str, str]  # (name, text); a name of "" continues the row above
 
 
 def print_summary(start: Any, parts: Any) -> None:
-    """Say in aligned lines what the run of this Start and with the trainer's `parts` will do and cost."""
+    """Print in aligned lines what the run of this Start with the trainer's `parts` will do and cost."""
     config = start.config
-    # of a GPU, the trial has no time
-    seconds = tokens_left(start) * parts.found.seconds_per_token if parts.world.device.type == "cpu" else 0.0
+    seconds = 0.0
+    if parts.world.device.type == "cpu":  # the trial does not measure the time of a GPU
+        seconds = tokens_left(start) * parts.found.seconds_per_token
     for name, text in make_rows(start, parts, seconds):
         label = f"{name}:" if name else ""
         print0(f"{label:<11} {text}")
@@ -34,7 +35,7 @@ def print_summary(start: Any, parts: Any) -> None:
     if config.dry_run and parts.world.is_master:
         print("Nothing was written, because of --dry-run. The command without it begins the run.")
         typed = {name: value for name, value in start.typed.items() if name != "dry_run"}
-        print_next(train_command(type(config), typed))
+        print_next(training_command(type(config), typed))
 
 
 def tokens_left(start: Any) -> int:
@@ -42,7 +43,7 @@ def tokens_left(start: Any) -> int:
 
 
 def make_rows(start: Any, parts: Any, seconds: float) -> Iterator[Row]:
-    """seconds: how long the run takes on this machine; 0 if that is not known."""
+    """seconds: how long the run takes on this machine, or 0 if unknown."""
     config, world = start.config, parts.world
     T = config.sequence_length
     B = parts.found.B
@@ -67,7 +68,7 @@ def make_rows(start: Any, parts: Any, seconds: float) -> Iterator[Row]:
 
 
 def data_rows(start: Any, loader: Any) -> Iterator[Row]:
-    """How many tokens there are in the data, and how many of them the run reads."""
+    """How many tokens the data has, and how many the run reads."""
     config = start.config
     at_most = "at most " if config.batch_ramp else ""
     if not loader:
@@ -76,7 +77,7 @@ def data_rows(start: Any, loader: Any) -> Iterator[Row]:
         return
     T = config.sequence_length
     tokens = loader.num_windows * T
-    reads = loader.position * T + tokens_left(start)  # a branch may begin a new order of the data
+    reads = loader.position * T + tokens_left(start)  # a branch may start a new order of the data
     passes = "" if config.data_weights else f": {reads / tokens:.2g} passes"
     yield "data", f"{tokens:,} training tokens; the run reads {at_most}{reads:,}{passes}"
     if len(config.data) == 1:
@@ -109,7 +110,7 @@ def describe_time(config: Any, parameters: int, *, flops: float, seconds: float)
 
 
 def size_rows(config: Any, parts: Any) -> Iterator[Row]:
-    """What the run takes of the memory and of the disk."""
+    """How much memory and disk space the run takes."""
     weights = sum(p.nbytes for p in parts.raw_model.parameters())
     state = sum(state_bytes(optimizer, parts.world.device) for optimizer in parts.optimizers)
     activations = parts.found.kept_bytes * parts.found.B
@@ -126,29 +127,35 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
 
 
 def state_bytes(optimizer: Any, device: torch.device) -> float:
-    """The bytes that an optimizer keeps besides the parameters.
+    """The bytes of an optimizer's state. Before its first step, a step of a copy with small parameters shows them.
 
-    Before its first step, a copy of it shows that on small parameters. All ranks must call this, because in a step they
-    may wait for one another.
+    All ranks must call this, because in a step they may wait for each other.
     """
     if optimizer.state:
         return sum(map(num_bytes, optimizer.state.values()))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    small = {id(p): torch.zeros([min(n, 24) for n in p.shape], dtype=p.dtype, device=device) for p in parameters}
-    for p in small.values():
-        p.grad = torch.zeros_like(p)
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    small = {}  # {the id of a parameter: what the copy has instead}, as deepcopy takes it
+    for p in parameters:
+        shape = [min(length, 24) for length in p.shape]
+        small[id(p)] = torch.zeros(shape, dtype=p.dtype, device=device)
+        small[id(p)].grad = torch.zeros_like(small[id(p)])
     twin = object.__new__(type(optimizer))
     try:
         vars(twin).update(copy.deepcopy(vars(optimizer), dict(small)))
         twin.step()
-    except Exception:  # another's optimizer may want a closure; then AdamW's two moments are assumed
+    except Exception:  # the step may need a closure, say: assume two numbers for each parameter, as in AdamW
         return 2 * sum(p.nbytes for p in parameters)
-    per_number = {key: num_bytes(twin.state[p]) / p.numel() for key, p in small.items()}
-    return sum(per_number[id(p)] * p.numel() for p in parameters)
+    total = 0.0
+    for p in parameters:
+        one = small[id(p)]
+        total += num_bytes(twin.state[one]) * p.numel() / one.numel()
+    return total
 
 
 def num_bytes(state: dict[str, Any]) -> int:
-    """Those of the tensors of a parameter's state; a single number is a count of steps."""
+    """The bytes of a parameter's state; a single number is a count of steps and not included."""
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
 
@@ -165,12 +172,14 @@ def names_of_rates(config: Any) -> list[str]:
 
 def rate_flags(config: Any, optimizers: list[Any]) -> list[str]:
     """The flags of the peak learning rates that the optimizers' groups have."""
-    peaks = {group["initial_lr"] for optimizer in optimizers for group in optimizer.param_groups}
+    peaks = set()
+    for optimizer in optimizers:
+        peaks |= {group["initial_lr"] for group in optimizer.param_groups}
     return [flag_of(name) for name in names_of_rates(config) if getattr(config, name) in peaks] or ["--max-lr"]
 
 
 def group_rows(config: Any, optimizers: list[Any]) -> Iterator[Row]:
-    """For each optimizer and learning rate: how many parameters have it, and which setting it is."""
+    """For each optimizer and learning rate: the number of parameters, and the setting that is the rate."""
     sizes: dict[tuple[str, float], int] = collections.defaultdict(int)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
