@@ -10,21 +10,25 @@ import pytest
 import train_gpt2
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 
-from harness import at_steps, error_in, losses, patched, read_log, refused, run, steps_of, tiny_flags, train
+from harness import at_steps, error_in, losses, patched, read_log, refused_run, run, steps_of, tiny_flags, train
 
 
 @contextlib.contextmanager
 def spoiled(steps, micro_step, spoil):
     """spoil(model, loss) takes the place of the loss in that micro-step of those steps."""
-    now, passes = None, itertools.count()
+    now = None
+    passes = itertools.count()
 
     def begin(step, parts):
         nonlocal now, passes
-        now, passes = step, itertools.count()
+        now = step
+        passes = itertools.count()
 
     def forward(self, *args, **options):
         logits, loss = whole_forward(self, *args, **options)
-        return logits, spoil(self, loss) if next(passes) == micro_step and now in steps else loss
+        if next(passes) == micro_step and now in steps:
+            loss = spoil(self, loss)
+        return logits, loss
 
     with at_steps(begin), patched(train_gpt2.GPT, "forward", forward) as whole_forward:
         yield
@@ -32,14 +36,15 @@ def spoiled(steps, micro_step, spoil):
 
 def train_with_a_nan_on_rank_1(args):
     """Rank 1's loss is NaN in the first micro-step of step 3."""
-    defect = spoiled([3], 0, lambda model, loss: loss * math.nan)
-    with defect if os.environ["RANK"] == "1" else contextlib.nullcontext():
+    steps = [3] if os.environ["RANK"] == "1" else []
+    with spoiled(steps, 0, lambda model, loss: loss * math.nan):
         train_gpt2.main(args)
 
 
 def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(data, tmp_path):
     """Step 3 of 8 windows, micro-step 0 of B = 2 on rank 1: windows 24 + (0 * 2 + 1) * 2 = 26, 27; tokens 416, 432."""
-    args = tiny_flags(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
+    options = dict(shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
+    args = tiny_flags(data, tmp_path / "out", **options)
     text, text_of_rank_1 = run(train_with_a_nan_on_rank_1, args, ranks=2, ends=[2, 2])
     error = error_in(text)
     assert "step 3" in error and "loss is nan" in error and "Traceback" not in text
@@ -49,9 +54,9 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     assert text_of_rank_1 == error + "\n"
     assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
     assert newest_checkpoint(tmp_path / "out")["step"] == 3
-    # without the poison the same command continues to the end
-    train(data, tmp_path / "out", shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
-    train(data, tmp_path / "straight", shuffle=False, batch_size=2)
+    # without the NaN the same command continues to the end
+    train(data, tmp_path / "out", **options)
+    train(data, tmp_path / "straight", **options)
     assert np.allclose(losses(tmp_path / "out"), losses(tmp_path / "straight"), atol=2e-5, rtol=0)
 
 
@@ -71,16 +76,16 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
 
     That of step 3 goes when step 4 has succeeded, or at the next step if that of 4 is still being written.
     """
+    out = tmp_path / "out"
     options = dict(checkpoint_every=1, keep_checkpoints=1)
+    branch = f"--branch-from {out / 'model_00004.pt'} --max-lr LOWER"
     with spoiled({5}, 0, infinite):
-        line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out", **options))
-    assert "step 5" in line and "gradient norm" in line and ".npy token" in line
-    newest = newest_checkpoint(tmp_path / "out")["model"]
+        refused_run(dict(data=data, out_dir=out, **options), "step 5", "gradient norm", ".npy token", branch)
+    newest = newest_checkpoint(out)["model"]
     assert all(tensor.isfinite().all() for tensor in newest.values()), "it was stopped before the update"
-    good = tmp_path / "out" / "model_00004.pt"
-    assert steps_of(tmp_path / "out")[-2:] == [4, 5] and f"--branch-from {good} --max-lr LOWER" in line
-    train(data, tmp_path / "out", **options)
-    assert steps_of(tmp_path / "out") == [12]
+    assert steps_of(out)[-2:] == [4, 5]
+    train(data, out, **options)
+    assert steps_of(out) == [12]
 
 
 @pytest.mark.parametrize("name, kind", [("train_000001", "training"), ("val_000000", "validation")])
@@ -90,11 +95,11 @@ def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, 
             # in place: np.save would cut the file to nothing first, under the threads that read ahead
             np.load(data / f"tiny_{name}.npy", mmap_mode="r+")[:] = 99
 
+    changes = dict(data=data, out_dir=tmp_path / "out")
     with at_steps(exchange):
-        line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out"))
-    assert f"The shards in {data} have changed" in line and steps_of(tmp_path / "out") == [4]
-    line = refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out"))
-    assert f"The run in {tmp_path / 'out'} cannot continue with" in line and f"{kind} data" in line
+        refused_run(changes, f"The shards in {data} have changed")
+    assert steps_of(tmp_path / "out") == [4]
+    refused_run(changes, f"The run in {tmp_path / 'out'} cannot continue with", f"{kind} data")
 
 
 def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path):
@@ -111,6 +116,6 @@ def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path
 
 def test_gradients_that_always_overflow_in_float16_stop_the_run(data, tmp_path):
     """After 16 steps, each of which halves the scale, it is no longer the scale that makes them overflow."""
-    args = tiny_flags(data, tmp_path / "out", dtype="float16", max_steps=30)
+    changes = dict(data=data, out_dir=tmp_path / "out", dtype="float16", max_steps=30)
     with spoiled(range(30), 0, infinite):
-        assert "Training diverged in step 16: " in refused(train_gpt2.main, *args)
+        refused_run(changes, "Training diverged in step 16: ")

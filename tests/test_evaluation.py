@@ -1,6 +1,5 @@
 """Evaluation does not disturb training, nor does it depend on the batch size, the number of ranks or the compiler."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -15,22 +14,24 @@ from plumbing.run.huggingface import export_huggingface
 from plumbing.system.distributed import World
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
+from transformers import GPT2LMHeadModel
 
 from harness import (
     TINY,
     at_steps,
+    change_meta,
     examples_file,
     flags,
     listing,
-    log_lines,
     losses,
     make_shards,
     parrot_model,
     printed_commands,
     read_log,
     refusal_of,
-    refused,
+    refused_run,
     run,
+    samples,
     status_of,
     tiny_flags,
     tiny_model,
@@ -39,37 +40,69 @@ from harness import (
 )
 
 
-def samples_of(folder):
-    lines = (folder / "samples.txt").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line.partition(" ")[2]) for line in lines]
-
-
-@pytest.mark.gpt2
-@pytest.mark.parametrize("masks, batch_size", [(False, 64), (True, 5)])
-def test_validation_does_not_depend_on_the_batch_size_or_on_train_shards(masks, batch_size, tmp_path):
-    """37 windows, which no B here divides, of the validation split, compared with one batch of 37 rows."""
-    start = tmp_path / "start"
-    export_huggingface(tiny_model(vocab_size=257), tokenizers.get_encoding("bytes"), start)
-    more = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
-    (path,) = more.glob("*_val_*.npy")
+@pytest.fixture(params=[False, True], ids=["all targets", "masked targets"])
+def validated(request, tmp_path):
+    """The folders of shards and of a run whose best weights, and first loss, are those of step 0; its validation."""
+    masks = request.param
+    folder = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
+    path = folder / "tiny_val_000000.npy"
     tokens = np.load(path)
     tokens[100:600:10] = 256  # more documents
     np.save(path, tokens)
-    options = dict(init_from=start, batch_size=batch_size, total_batch_size=16 * batch_size, shuffle=False)
-    options |= dict(val_tokens=37 * 16, val_every=1, keep_best=True, max_lr=100.0)  # the best weights are the first
-    train(more, tmp_path / "out", **options | {"max_steps": 1})
-    model = train_gpt2.load_model(tmp_path / "out" / "model_00001.pt")[0]  # with more ids
-    best = torch.load(tmp_path / "out" / "model_best.pt", weights_only=True)
-    model.load_state_dict(best["model"])  # at step 0
-    x, y = windows(more, "val", 16, masks)
+    export_huggingface(tiny_model(vocab_size=257), tokenizers.get_encoding("bytes"), tmp_path / "start")
+    options = dict(val_tokens=37 * 16, val_every=1, keep_best=True, max_steps=1, shuffle=False, max_lr=100.0)
+    batch_size = 5 if masks else 64  # neither divides 37
+    options |= dict(batch_size=batch_size, total_batch_size=16 * batch_size)
+    train(folder, tmp_path / "out", init_from=tmp_path / "start", **options)
+    x, y = windows(folder, "val", 16, masks)
+    return tmp_path / "out", x[:37], y[:37]
+
+
+def mean_loss(logits, y):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX).item()
+
+
+@pytest.mark.gpt2
+def test_validation_is_the_mean_over_its_targets_whatever_the_batch_size(validated):
+    """Of 37 windows of the validation split, compared with one batch of 37 rows."""
+    out_dir, x, y = validated
+    best = torch.load(out_dir / "model_best.pt", weights_only=True)
+    model, _ = train_gpt2.load_model(out_dir / "model_best.pt")
     with torch.no_grad():
-        expected = F.cross_entropy(model(x[:37])[0].flatten(0, 1), y[:37].flatten(), ignore_index=IGNORE_INDEX).item()
-    assert [losses(tmp_path / "out", "val")[0], best["val_loss"]] == pytest.approx([expected] * 2, abs=1e-5)
-    targets = y[:37][y[:37] != IGNORE_INDEX]
-    num_bytes = (targets < 256).sum().item()  # a byte each, <|endoftext|> none
-    bits_per_byte = expected * len(targets) / math.log(2) / num_bytes
+        expected = mean_loss(model(x)[0], y)
+    assert losses(out_dir, "val")[0] == pytest.approx(expected, abs=1e-5)
+    assert best["val_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.gpt2
+def test_bits_per_byte_are_those_of_the_targets_text(validated):
+    """A byte each, <|endoftext|> none."""
+    out_dir, _, y = validated
+    targets = y[y != IGNORE_INDEX]
+    num_bytes = (targets < 256).sum().item()
     assert num_bytes < len(targets)
-    assert losses(tmp_path / "out", "val_bpb")[0] == pytest.approx(bits_per_byte, rel=1e-5)
+    nats = losses(out_dir, "val")[0] * len(targets)
+    assert losses(out_dir, "val_bpb")[0] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+
+
+@pytest.mark.gpt2
+def test_an_evaluation_has_as_many_ids_as_the_weights(data, tmp_path):
+    """257 in the export of a run that trained with 320; compared with transformers."""
+    train(data, tmp_path / "run")
+    hf = tmp_path / "run" / "hf"
+    train(data, tmp_path / "eval", init_from=hf, max_steps=0, shuffle=False, val_tokens=40 * 16)
+    x, y = windows(data, "val", 16, False)
+    with torch.no_grad():
+        expected = mean_loss(GPT2LMHeadModel.from_pretrained(hf)(x[:40]).logits, y[:40])
+    assert losses(tmp_path / "eval", "val")[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("stream", ["val", "val_bpb"])
+def test_more_validation_tokens_than_the_split_has_count_each_window_once(stream, data, tmp_path):
+    """It has 124 windows of 16; 50 more would be some of them again."""
+    for name, num_windows in (("all", 124), ("more", 174)):
+        train(data, tmp_path / name, val_tokens=num_windows * 16, max_steps=1)
+    assert read_log(tmp_path / "more", stream) == read_log(tmp_path / "all", stream)
 
 
 def test_validation_is_one_sample_of_the_whole_split_for_all_runs(tmp_path):
@@ -84,51 +117,89 @@ def test_validation_is_one_sample_of_the_whole_split_for_all_runs(tmp_path):
 
     drawn = places(seed=1)
     assert places(seed=2, batch_size=3) == drawn and len(set(drawn)) == 40
-    assert max(np.diff(sorted(drawn))) < 2000 // 8 and max(drawn) > 1750 > 250 > min(drawn)
+    eighths = {place // 250 for place in drawn}
+    assert eighths == set(range(8))
     assert places(shuffle=False) == list(range(0, 640, 16))
 
 
-def test_nothing_but_an_evaluation_with_max_steps_0(data, tmp_path, monkeypatch):
-    """The losses, samples and scores of the last step of a run, in a folder of its own without weights."""
+@pytest.fixture(scope="module")
+def trained(folder):
+    """The folder of a run that validates, scores and samples after its last step."""
+    out = folder.parent / "trained"
+    train(folder, out, **evaluating(folder))
+    return out
+
+
+def evaluating(folder):
+    examples = examples_file(folder.parent, ["abc", "bcde", "cd"])
+    return dict(hellaswag_every=12, hellaswag_data=examples, sample_every=12)
+
+
+@pytest.fixture
+def evaluate(folder, trained, tmp_path, monkeypatch):
+    """A function that evaluates the run "log", a copy of `trained` in the working folder."""
+    shutil.copytree(trained, tmp_path / "log")
     monkeypatch.chdir(tmp_path)
-    examples = examples_file(tmp_path, ["abc", "bcde", "cd"])
-    options = dict(hellaswag_every=12, hellaswag_data=examples, sample_every=12)
-    train(data, "log", **options)
-    before = listing(tmp_path / "log")
-    evaluate = flags(**TINY | options | {"data": data, "init_from": "log", "max_steps": 0, "keep_best": True})
-    assert status_of(train_gpt2.main, evaluate) == 0
+
+    def main(*words, **changes):
+        options = TINY | evaluating(folder) | dict(data=folder, init_from="log", max_steps=0) | changes
+        assert status_of(train_gpt2.main, [*flags(**options), *words]) == 0
+
+    return main
+
+
+def test_an_evaluation_has_the_losses_samples_and_scores_of_the_runs_last_step(evaluate, tmp_path):
+    evaluate()
+    out, found = tmp_path / "log", tmp_path / "log" / "eval"
+    for stream in ("val", "val_bpb", "hella"):
+        assert list(read_log(found, stream).values()) == [read_log(out, stream)[12]]
+    assert samples(found)[0] == samples(out)[12]
+
+
+def test_an_evaluation_writes_no_weights_and_nothing_into_the_run(evaluate, trained, tmp_path):
+    evaluate(keep_best=True)
     found = tmp_path / "log" / "eval"
-    last = {line.split()[1]: line.split()[2] for line in log_lines(tmp_path / "log")}
-    assert log_lines(found) == [f"0 {stream} {last[stream]}" for stream in ("val", "val_bpb", "hella")]
-    assert sorted(path.suffix for path in found.iterdir() if path.name != ".lock") == [".py", ".txt", ".txt", ".txt"]
-    assert samples_of(found) == samples_of(tmp_path / "log")[-4:]
+    suffixes = sorted(path.suffix for path in found.iterdir() if path.name != ".lock")
+    assert suffixes == [".py", ".txt", ".txt", ".txt"]
     shutil.rmtree(found)
-    assert listing(tmp_path / "log") == before
-    # a folder that was typed is the folder; training data, if there are any, are not asked for
-    few = make_shards(tmp_path / "few", lengths=(2000, 50)), make_shards(tmp_path / "none", lengths=(2000,))
-    for number, folder in enumerate((data, *few)):
-        args = [word.replace(str(data), str(folder)) for word in [*evaluate, "--out-dir", f"mine{number}"]]
-        assert status_of(train_gpt2.main, args) == 0
-        assert {path.parent for path in Path(f"mine{number}").rglob("log.txt")} == {Path(f"mine{number}")}
-    # another model, of which the folder's own run says nothing
-    train(data, "wide", n_embd=48, max_steps=1)
+    assert listing(tmp_path / "log") == listing(trained)
+
+
+@pytest.mark.parametrize("lengths", [(2000, 3000), (2000, 50), (2000,)], ids=["enough", "few", "none"])
+def test_an_evaluation_in_a_folder_that_was_typed_needs_no_training_data(lengths, evaluate, tmp_path):
+    evaluate(data=make_shards(tmp_path / "data", lengths), out_dir="mine")
+    assert [path.parent for path in Path("mine").rglob("log.txt")] == [Path("mine")]
+
+
+def test_an_evaluation_of_another_model_beside_a_run_takes_nothing_from_that_run(evaluate, folder):
+    """The default folder, log, has a run of another width."""
+    train(folder, "wide", n_embd=48, max_steps=1)
     shape = {name: value for name, value in TINY.items() if name != "n_embd"}
-    assert status_of(train_gpt2.main, flags(**shape | {"data": data, "init_from": "wide", "max_steps": 0})) == 0
-    assert "add --init-from log --out-dir NEW" in refused(train_gpt2.main, *tiny_flags(data, "log", max_steps=0))
-    branch = tiny_flags(data, "new", branch_from="log", max_steps=0)
-    assert "use --init-from instead of --branch-from" in refused(train_gpt2.main, *branch)
+    words = flags(**shape | dict(data=folder, init_from="wide", max_steps=0))
+    assert status_of(train_gpt2.main, words) == 0
 
 
-def test_validation_data_of_which_a_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, tmp_path):
+def test_an_evaluation_in_the_runs_folder_is_refused(evaluate, folder):
+    refused_run(dict(data=folder, out_dir="log", max_steps=0), "add --init-from log --out-dir NEW")
+
+
+def test_an_evaluation_is_no_branch(evaluate, folder):
+    changes = dict(data=folder, out_dir="new", branch_from="log", max_steps=0)
+    refused_run(changes, "use --init-from instead of --branch-from")
+
+
+def test_validation_data_whose_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, tmp_path):
     masked = make_shards(tmp_path / "masked", masks=True)
+    mask = np.zeros(2000, np.uint8)
+    mask[1999] = 1  # a target that no window has, as it ends before
     with open(masked / "tiny_val_000000.mask", "wb") as file:
-        mask = np.zeros(2000, np.uint8)
-        mask[1999] = 1  # a target that no window has, as it ends before
         np.save(file, mask)
-    args = tiny_flags(data, tmp_path / "out")
-    assert status_of(train_gpt2.main, [*args, "--data", str(masked)]) == 0
-    streams = {name: list(read_log(tmp_path / "out", name).values()) for name in ("val/masked", "val", "val/data")}
-    assert streams["val/masked"] == streams["val"] == ["nan"] * 4 and "nan" not in streams["val/data"]
+    train((data, masked), tmp_path / "out")
+    streams = {}
+    for name in ("val/masked", "val", "val/data"):
+        streams[name] = list(read_log(tmp_path / "out", name).values())
+    assert streams["val/masked"] == streams["val"] == ["nan"] * 4
+    assert "nan" not in streams["val/data"]
 
 
 def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path):
@@ -137,12 +208,9 @@ def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path)
     args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24, val_tokens=10**6, batch_size=3)
     status, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run=TRUE", "--dry-run=true")
     assert status == 0 and listing(tmp_path) == before
-    for row in (
-        "data:       4,688 training tokens; the run reads 3,072: 0.66 passes\n",
-        "validation: 1,984 of 1,984 tokens, from all of the split; tokenizer bytes\n",
-        "step:       128 tokens = B 2 * T 16 *",
-    ):
-        assert f"\n{row}" in printed
+    assert "\ndata:       4,688 training tokens; the run reads 3,072: 0.66 passes\n" in printed
+    assert "\nvalidation: 1,984 of 1,984 tokens, from all of the split; tokenizer bytes\n" in printed
+    assert "\nstep:       128 tokens = B 2 * T 16 *" in printed
     assert printed_commands(printed)[-1][2:] == args
 
 
@@ -162,8 +230,8 @@ def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, monkeypatch)
 
 def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):
     """The losses bit for bit; and dropout would be on in every step."""
-
-    seen, hellaswag_data = [], examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
+    seen = []
+    hellaswag_data = examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
     off = dict(val_every=0, sample_every=0, hellaswag_every=0, checkpoint_every=0)
     on = dict(val_every=1, sample_every=2, hellaswag_every=5, hellaswag_data=hellaswag_data, checkpoint_every=3)
     train(data, tmp_path / "off", **off)
@@ -189,8 +257,9 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
     examples = hellaswag.load_examples(hellaswag_data, enc)[:13]
     total, mean, _ = hellaswag.score(model, examples, enc.n_vocab)
     acc, acc_norm = ((values.argmax(1) == labels).mean() for values in (total, mean))
-    shares = [(mean.argmax(1) == labels)[rank::2].mean() for rank in (0, 1)]
-    assert acc_norm not in (acc, *shares), "or this test could not tell them apart"
+    is_right = mean.argmax(1) == labels
+    of_ranks = is_right[0::2].mean(), is_right[1::2].mean()
+    assert acc_norm not in (acc, *of_ranks), "or this test could not tell them apart"
     for folder in ("one", "two"):
         assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
 
@@ -199,17 +268,17 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers(data, tmp_path):
     model = parrot_model(text="Yes!")
     with torch.no_grad():
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
-    meta = json.loads((data / "meta.json").read_text(encoding="utf-8"))
-    (data / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bytes+chat"}), encoding="utf-8")
+    change_meta(data, tokenizer="bytes+chat")
     export_huggingface(model, tokenizers.get_encoding("bytes+chat"), tmp_path / "model")
     options = dict(init_from=tmp_path / "model", n_layer=1, block_size=256, vocab_size=320, sample_prompt="Hi")
     train(data, tmp_path / "out", max_steps=0, sample_every=1, **options)
-    assert samples_of(tmp_path / "out") == ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4
+    assert samples(tmp_path / "out") == {0: ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4}
 
 
 def test_samples_differ_by_the_seed_and_not_from_step_to_step(data, tmp_path):
     """At a rate at which nothing is learned."""
     for seed in (1, 2):
         train(data, tmp_path / f"{seed}", seed=seed, max_lr=1e-30, min_lr=0, sample_every=2, max_steps=4)
-    ours, theirs = samples_of(tmp_path / "1"), samples_of(tmp_path / "2")
-    assert ours[:4] == ours[4:] and len({*ours, *theirs}) == 8
+    ours, theirs = samples(tmp_path / "1"), samples(tmp_path / "2")
+    assert ours[2] == ours[4]
+    assert len({*ours[2], *theirs[2]}) == 8
