@@ -244,6 +244,12 @@ def test_logs_of_nanogpt_and_of_killed_runs_are_read(tmp_path, capsys):
     assert "2 damaged lines of" in capsys.readouterr().out
 
 
+def test_help_says_how_the_command_is_typed():
+    words = [sys.executable, "-m", "plumbing.run.compare", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("usage: python -m plumbing.run.compare GROUPS [flags]\n")
+
+
 @needs("/dev/full")
 def test_a_table_that_cannot_be_written_is_an_error(tmp_path):
     write_run(tmp_path / "a", 4.0)

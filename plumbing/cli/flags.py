@@ -82,9 +82,9 @@ def read(
 
 def make_parser(config_class, default):
     """The parser of a dataclass's flags. It returns the values that were typed; its help shows those of `default`."""
-    program = Path(sys.argv[0])
+    module = sys.modules["__main__"].__spec__  # None for a script
     parser = Parser(
-        prog=f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name,
+        prog=f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name,
         description=sys.modules[config_class.__module__].__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
