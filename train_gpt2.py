@@ -154,6 +154,8 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -164,12 +166,13 @@ from plumbing.data.windows import Order, data_tokenizer
 from plumbing.run import models
 from plumbing.run.divergence import diverged
 from plumbing.run.run import open_run
-from plumbing.run.start import begin, check_config, check_data, first_model, try_out
+from plumbing.run.start import begin, check_config, check_data, first_model, sharded_model, try_out
 from plumbing.system import kernels
 from plumbing.system.autofit import Fit
 from plumbing.system.devices import choose_dtype, seed_random_numbers
-from plumbing.system.distributed import World, join_ranks, map_over_ranks
+from plumbing.system.distributed import World, join_ranks
 from plumbing.system.float8 import Float8Linear
+from plumbing.system.sharding import map_over_ranks, whole_model
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -549,7 +552,9 @@ def get_batch_size(tokens_seen: int, config: Recipe) -> int:
 @torch.no_grad()
 def orthogonalize(G):
     """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one, whose singular values are 1."""
-    X = G.to(torch.bfloat16) if G.is_cuda else G  # accurate enough, but slower on some CPUs
+    X = G
+    if G.is_cuda and not G.is_complex():
+        X = G.to(torch.bfloat16)  # accurate enough, but slower on some CPUs
     tall = G.size(1) > G.size(2)
     X = X.mH if tall else X  # so that X @ X.mH is the smaller of the two Gram matrices
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -588,9 +593,8 @@ class Muon(torch.optim.Optimizer):
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
             rows, cols = params[0].shape
             rows //= group["split"]
-            matrices = torch.stack(updates).view(-1, rows, cols)  # (len(params) * split, rows, cols)
-            matrices = map_over_ranks(orthogonalize, matrices).float()
-            updates = matrices.view(len(params), -1, cols).unbind()  # one per parameter
+            stacks = torch.stack(updates)  # (len(params), split * rows, cols)
+            updates = map_over_ranks(orthogonalize, stacks, rows=rows).unbind()  # one per parameter
             # rows > cols: an orthogonal update changes outputs by only sqrt(cols / rows) as much as a square one
             scale = max(1, rows / cols) ** 0.5
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
@@ -789,7 +793,7 @@ def evaluate(step, parts: Parts, run):
 
     parts.raw_model.eval()
     if is_due_now(config.val_every):
-        model = parts.model.module if world.size > 1 else parts.model  # without DDP
+        model = parts.model.module if isinstance(parts.model, DDP) else parts.model
         with run.evaluation():
             losses = [evaluate_val_loss(model, loader, parts) for loader in parts.val_loaders]
         mean = mean_over_folders(losses, parts)
@@ -797,14 +801,15 @@ def evaluate(step, parts: Parts, run):
         run.log_val_loss(step, mean, by_folder=losses)
     if is_due_now(config.hellaswag_every):
         with run.evaluation():
-            counts = evaluate_hellaswag(parts)
+            counts = evaluate_hellaswag(parts._replace(raw_model=whole_model(parts.raw_model)))
         accuracy = counts.acc_norm / counts.n
         run.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
     # add your own evaluation here, like HellaSwag's: the stream that it reports is logged, plotted and compared
     if is_due_now(config.sample_every):
         has_learned = step > 0 or config.max_steps == 0  # a new model's samples would be noise
+        whole = parts._replace(raw_model=whole_model(parts.raw_model))
         if has_learned and world.rank == 0:
-            run.log_samples(step, generate_samples(parts))
+            run.log_samples(step, generate_samples(whole))
     parts.raw_model.train()
 
 
@@ -838,7 +843,9 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
     losses = []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
-        if world.size > 1:  # as no_sync() does: only the last micro-step all-reduces the gradients
+        # as no_sync() does: only the last micro-step all-reduces the gradients. With FSDP every one does, because whole
+        # gradients may not fit
+        if isinstance(model, DDP):
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         with autocast(
             config, world
@@ -874,6 +881,8 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(parts.model.parameters(), config.grad_clip or math.inf)
+    if config.shard:
+        norm = norm.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     # one all-reduce per step in addition to DDP's, and one copy to the host (more with float16; Muon also all-gathers)
     sums = torch.stack([losses.sum(), torch.full_like(losses[0], len(signals))])
     sums = sum_over_ranks(sums, world)
@@ -890,7 +899,7 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
         if not overflow:
             scaler.step(optimizer)
         # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
-        optimizer.zero_grad(set_to_none=world.size == 1)
+        optimizer.zero_grad(set_to_none=not isinstance(parts.model, DDP))
     scaler.update()
     if world.size > 1:
         for buffer in parts.raw_model.buffers():
@@ -977,7 +986,7 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) 
         elif c.max_steps or not vocab_size:  # an evaluation takes the weights as they are
             vocab_size = max(vocab_size, math.ceil(enc.n_vocab / 64) * 64)  # 50,304 for 50,257
     dtype = choose_dtype(c.dtype, world.device, is_wide=c.n_embd >= 128)
-    c = dataclasses.replace(c, vocab_size=vocab_size, dtype=dtype)
+    c = dataclasses.replace(c, vocab_size=vocab_size, dtype=dtype, shard=c.shard and world.size > 1)
     if c.passes and c.max_steps:
         steps = steps_for_passes(c)
         # the warmup is at most a tenth of the run
@@ -1003,13 +1012,33 @@ def load_data(config, world):
     return loader, val_loaders, enc
 
 
+def shard(model, config, world):
+    """Share out a model's weights, and so gradients and optimizer state, over the ranks: FSDP2 (Zhao et al. 2023).
+
+    A block's weights are gathered before its forward pass and before its backward pass, and freed after each. All
+    others stay gathered from the forward pass to the end of the backward pass.
+    """
+    set_computation(model, config)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for block in dict.fromkeys(model.transformer.h):  # a model may use one block several times
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def set_computation(model, config):
+    """Set how a model is computed in this run."""
+    model.activation_checkpointing = config.activation_checkpointing
+    if config.dtype == "fp8":
+        model.lm_head = Float8Linear(model.lm_head)  # shares its weight
+
+
 def wrap(raw_model, compiled, world):
-    """The model to train: compiled if asked for, and in DDP if there are several ranks.
+    """The model to train: compiled if asked for, and in DDP if several ranks have a whole model each.
 
     With DDP, every rank must use every parameter in every step.
     """
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
-    if world.size > 1:
+    if world.size > 1 and not isinstance(raw_model, FSDPModule):
         # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
         # all-reduces overlap with the backward pass; larger buckets than DDP's 25 MB are fewer graphs to compile
         model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
@@ -1024,11 +1053,20 @@ def setup(start, world) -> Parts:
     )  # high: TF32, since Ampere
     loader, val_loaders, enc = load_data(config, world)
     check_data(config, loader, val_loaders, enc=enc, num_ids=config.vocab_size, world=world)
+    token_bytes, text, num_ids = None, None, config.vocab_size
+    if enc:
+        token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device)
+        text, _ = val_loaders[0].next_batch(8)
+        num_ids = enc.n_vocab
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
-    raw_model = first_model(GPT, start, world.device)  # new, or with the weights that the run starts from
-    raw_model.activation_checkpointing = config.activation_checkpointing
-    if config.dtype == "fp8":
-        raw_model.lm_head = Float8Linear(raw_model.lm_head)  # shares its weight
+    # a new model, or with the weights that the run starts from
+    if config.shard:
+        raw_model = sharded_model(
+            GPT, start, shard, text=text, num_ids=num_ids, longest=config.block_size, world=world
+        )
+    else:
+        raw_model = first_model(GPT, start, world.device, ranks=world.size)
+        set_computation(raw_model, config)
     optimizers = configure_optimizers(raw_model, config)
     keep_peak_rates(optimizers)
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
@@ -1038,11 +1076,6 @@ def setup(start, world) -> Parts:
         # a missing file is downloaded now, rather than in the middle of a run
         path, limit = config.hellaswag_data, config.hellaswag_limit
         examples = world.broadcast_from_master(hellaswag.load_examples, path, enc, limit)
-    token_bytes, text, num_ids = None, None, config.vocab_size
-    if enc:
-        token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device)
-        text, _ = val_loaders[0].next_batch(8)
-        num_ids = enc.n_vocab
     # find the largest B that fits, and what works on this machine of torch.compile and DDP, which `wrap` adds
     trial = dict(wrap=wrap, autocast=autocast, num_ids=num_ids, config=config, world=world)
     found, raw_model.has_cache = try_out(raw_model, optimizers, trial, text=text, longest=config.block_size)

@@ -21,6 +21,7 @@ from plumbing.cli.console import UserError, first_line, note, quote
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write
 from plumbing.run import source_code
+from plumbing.system import sharding
 
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
@@ -238,11 +239,15 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
         note(said)
     if not groups:
         for optimizer, state, then, now_made in zip(parts.optimizers, saved["optimizer"], saved["made"], made):
+            if config.shard:
+                parameters = parameters_of(optimizer)
+                state = state | {"state": sharding.share_out_state(state["state"], parameters, parts.world)}
             load_optimizer(optimizer, state, then=then, now=now_made)
     if parts.scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         parts.scaler.load_state_dict(saved["scaler"])
-    for name in parts.own.keys() & saved["own"].keys():
-        parts.own[name].load_state_dict(saved["own"][name])
+    own_state = parts.world.fetch(saved["own"]) if config.shard else saved["own"]
+    for name in parts.own.keys() & own_state.keys():
+        parts.own[name].load_state_dict(own_state[name])
 
 
 def first_difference(saved: list[str], now: list[str]) -> str:
@@ -283,7 +288,7 @@ def load_optimizer(
         state["param_groups"] = groups
     optimizer.load_state_dict(state)
     # torch has made each floating tensor the parameter's dtype
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     for number, values in state.get("state", {}).items():
         if not isinstance(number, int):
             continue
@@ -291,6 +296,14 @@ def load_optimizer(
         for name, value in values.items():
             if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
                 loaded[name] = value.to(loaded[name].device)
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """The parameters in the order in which state_dict() numbers them."""
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def is_same(a: Any, b: Any) -> bool:

@@ -37,6 +37,8 @@ class RunOptions(StartOptions):
     data: Annotated[tuple[str, ...], PER_NODE] = ("edu_fineweb10B",)  # folders of token shards
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
+    # FSDP: each rank keeps only its share of weights, gradients and optimizer state, for a model larger than a GPU
+    shard: bool = False
     # B, the most sequences per rank and micro-step; lowered until they fit in memory
     batch_size: Positive[int] = 64
     # evaluation and output, every N steps and after the last one; 0: never

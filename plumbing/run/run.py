@@ -28,7 +28,7 @@ from plumbing.cli.console import (
 )
 from plumbing.data.windows import stream_names
 from plumbing.run import checkpoint as checkpoints
-from plumbing.run import checks, logs
+from plumbing.run import checks, logs, models
 from plumbing.run.checkpoint import CheckpointWriter, training_state
 from plumbing.run.commands import print_next_commands, training_command
 from plumbing.run.folder import keep_samples_before, prepare_folder
@@ -38,6 +38,7 @@ from plumbing.run.signals import Signals
 from plumbing.run.summary import print_summary
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
+from plumbing.system.sharding import class_of, gathered_on_master
 
 SECONDS_PER_LINE = 0.5  # between the console's lines about steps
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
@@ -95,7 +96,13 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
         gc.collect()
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
         stack.callback(gc.unfreeze)  # else triton's bindings report at the exit that their objects still live
-        yield run
+        try:
+            yield run
+        except Exception as error:
+            B = parts.found.B
+            if start.config.shard and B > 1 and is_out_of_memory(error):  # there was no trial
+                raise UserError(f"A step with B = {B} runs out of memory. Add --batch-size {B // 2}.") from None
+            raise
 
 
 def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
@@ -204,8 +211,9 @@ class Run:
         keeps_best = self.config.keep_best and self.config.max_steps > 0
         if keeps_best and mean.loss < self.best_val_loss:
             self.best_val_loss = mean.loss
+            weights = gathered_on_master(self.parts.raw_model.state_dict(), self.world)
             if self.files:
-                best = {"step": step, "val_loss": mean.loss, "model": self.parts.raw_model.state_dict()}
+                best = {"step": step, "val_loss": mean.loss, "model": weights}
                 self.files.writer.submit(checkpoints.BEST, best | self.metadata)
 
     def log_samples(self, step: int, texts: list[str]) -> None:
@@ -225,8 +233,7 @@ class Run:
         self.stopping = done.stop
         if step == self.start_step:
             self.first_step_ended = now
-            if self.world.size > 1:
-                checks.check_ranks(self.parts.raw_model, step, self.world)
+            self.check_ranks(step)
         self.compare_with_before(step, done.loss)
         rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still
         text = ""
@@ -276,9 +283,9 @@ class Run:
 
     def write_checkpoint(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the parts as they are, in the background."""
-        if self.world.size > 1:
-            checks.check_ranks(self.parts.raw_model, step, self.world)
+        self.check_ranks(step)
         checks.note_gradients(self.parts.raw_model, step)
+        state = gathered_on_master(training_state(self.parts), self.world)
         if not self.files:
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
@@ -289,13 +296,21 @@ class Run:
                         "longer that run. Restore them, and repeat the command to continue from the last checkpoint."
                     )
         losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
-        state = training_state(self.parts) | {"made": self.made}
-        self.files.writer.write({"step": step, "finished": finished, **losses, **state, **self.metadata})
+        progress = {"step": step, "finished": finished, "made": self.made}
+        self.files.writer.write({**progress, **losses, **state, **self.metadata})
+
+    def check_ranks(self, step: int) -> None:
+        """Raise UserError if the ranks train different models. Sharded, none of them has a model of its own."""
+        if self.world.size > 1 and not self.config.shard:
+            checks.check_ranks(self.parts.raw_model, step, self.world)
 
     def finish(self, step: int) -> Ended:
         """End the run after `step` steps: export the model, unless the run was stopped."""
         interrupted = self.stopping and signal.SIGINT in self.signals
         ended = Ended(step, self.losses, 128 + signal.SIGINT if interrupted else 0)
+        weights = {}
+        if self.config.shard and not self.stopping:
+            weights = gathered_on_master(self.parts.raw_model.state_dict(), self.world)
         if not self.files:
             return ended
         self.files.writer.wait()
@@ -308,7 +323,10 @@ class Run:
         if self.config.max_steps:
             if self.val_loss is None or math.isfinite(self.val_loss):
                 self.files.writer.delete_old()
-            export(self.out_dir, step, self.parts.raw_model, enc=self.parts.enc, sample=self.sample)
+            raw_model = self.parts.raw_model
+            if weights:
+                raw_model = models.from_state(class_of(raw_model), self.config.model_config, weights)
+            export(self.out_dir, step, raw_model, enc=self.parts.enc, sample=self.sample)
         took = duration(time.perf_counter() - self.started)
         if self.world.device.type == "cuda":
             took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"

@@ -6,6 +6,7 @@ preset, from the run, its parent or its model, and from what was typed, in this 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plumbing.cli.console import UserError, note, print0, quote
+from plumbing.cli.console import UserError, first_line, note, print0, quote
 from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
 from plumbing.files import FolderLock, lock_folder
@@ -25,7 +26,7 @@ from plumbing.run.commands import print_next_commands
 from plumbing.run.huggingface import is_export_of
 from plumbing.run.options import StartOptions, changed_settings, inheritable, is_per_node, names_of
 from plumbing.run.run import Ended, export
-from plumbing.system import autofit, devices
+from plumbing.system import autofit, devices, sharding
 from plumbing.system.autofit import Fit, Trial
 from plumbing.system.distributed import World
 
@@ -74,13 +75,23 @@ def begin(
     check_agreement(typed, config_class, per_node, world=world)
     lock = world.run_on_master(lock_folder, asked.out_dir)  # before anything in the folder is read
     with lock or contextlib.nullcontext():
-        start = world.broadcast_from_master(decide, Request(asked, typed, make_config, world=world))
+        request = Request(asked, typed, make_config, world=world)
+        start = world.broadcast_from_master(decide, request, keeps=is_sharded)
+        if asked.shard and world.size == 1:
+            note(
+                "--shard shares a model out over several ranks. In a single process there is nothing to share out."
+            )
         devices.choose_dtype(start.config.dtype, world.device)  # which another rank's device may lack
         if start.ended:
             world.run_on_master(report_finished, start.config, start.saved, model_class)
         own_paths = {name: value for name, value in typed.items() if name in per_node}
         config = dataclasses.replace(start.config, **own_paths)
         yield start._replace(config=config, typed=typed, lock=lock)
+
+
+def is_sharded(start: Start) -> bool:
+    """Whether rank 0 hands out the weights and the optimizer state, and the other ranks never have all of them."""
+    return start.config.shard
 
 
 def check_agreement(typed: dict[str, Any], config_class: type, per_node: set[str], *, world: World) -> None:
@@ -313,8 +324,11 @@ def check_data(
         shards.check_size(" ".join(config.data), "train", loader.T, **options)
 
 
-def first_model(model_class: type, start: Start, device: torch.device) -> Any:
-    """The model on the device, with its first weights: new ones, or those that the run starts from."""
+def first_model(model_class: type, start: Start, device: torch.device, *, ranks: int = 1) -> Any:
+    """The model on the device, with its first weights: new ones, or those that the run starts from.
+
+    ranks: those that train; a model that is too large for each of them may be shared out.
+    """
     config = start.config.model_config
     if start.saved:
         return model_of_checkpoint(model_class, start, start.saved["model"]).to(device)
@@ -325,8 +339,8 @@ def first_model(model_class: type, start: Start, device: torch.device) -> Any:
         # a model that reads its first values is not made without memory
         with contextlib.suppress(Exception), torch.device("meta"), autofit.SkipInit():
             return model_class(config)
-    elif start.config.max_steps:
-        autofit.check_memory(lambda: model_class(config), device)
+    elif start.config.max_steps and not start.config.shard:
+        autofit.check_memory(lambda: model_class(config), device, ranks=ranks)
     return autofit.new_model(model_class, config).to(device)
 
 
@@ -344,6 +358,42 @@ def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torc
     return model
 
 
+def sharded_model(
+    model_class: type, start: Start, shard: Callable[..., None], *, text: Any, num_ids: int, longest: int, world: World
+) -> Any:  # fmt: skip
+    """The model with its first weights, shared out over the ranks by shard(model, config, world).
+
+    Rank 0 makes it whole in main memory, and examines it there: see `try_out`.
+    """
+    config = start.config
+    make_model = functools.partial(model_class, config.model_config)
+    if config.dry_run:
+        return first_model(model_class, start, world.device)
+    if config.max_steps:
+        autofit.check_memory(make_model, world.device, ranks=world.size, shares=world.size)
+    whole = world.run_on_master(first_model, model_class, start, torch.device("cpu"))
+    has_cache = world.broadcast_from_master(examine, whole, text, num_ids, longest)
+    try:
+        with torch.device("meta"), autofit.SkipInit():
+            model = make_model()
+        shard(model, config, world)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"--shard cannot share out this model: {first_line(error)}. Change that in the model, or leave --shard out."
+        ) from None
+    sharding.fill(model, whole, world)
+    model.has_cache = has_cache
+    return model
+
+
+def examine(model: Any, text: Any, num_ids: int, longest: int) -> bool:
+    """Whether the model has a cache. text: a batch of validation data (B, T), or None; longest: the most it reads."""
+    texts = checks.texts(num_ids, longest)
+    if text is not None:
+        texts.append(text)
+    return checks.examine(model, texts)
+
+
 def try_out(
     raw_model: Any, optimizers: list[Any], settings: dict[str, Any], *, text: Any, longest: int
 ) -> tuple[Fit, bool]:
@@ -357,12 +407,11 @@ def try_out(
     checks.check_groups(raw_model, optimizers)
     if config.dry_run:
         return autofit.estimate(trial), True
+    if config.shard:
+        return autofit.try_sharded(trial), raw_model.has_cache
     with autofit.undone(raw_model):
         found = autofit.find_what_fits(trial)
-    texts = checks.texts(trial.num_ids, longest)
-    if text is not None:
-        texts.append(text)
-    has_cache = world.broadcast_from_master(checks.examine, raw_model, texts)
+    has_cache = world.broadcast_from_master(examine, raw_model, text, trial.num_ids, longest)
     return found, has_cache
 
 

@@ -277,8 +277,32 @@ def estimate(trial: Trial) -> Fit:
             kept_bytes, _ = count_kept_bytes(trial, new, trial.random_batch(1))
     except Exception:  # a model that reads what it computes; then its activations are left out of the account
         kept_bytes = 0
-    B = largest_divisor(trial.windows_per_rank, at_most=min(config.batch_size, bound_on_B(trial, kept_bytes)))
+    with_room = min(trial.world.gather(bound_on_B(trial, kept_bytes)))
+    B = largest_divisor(trial.windows_per_rank, at_most=min(config.batch_size, with_room))
     return Fit(model, B, False, [], [], kept_bytes, 0.0)
+
+
+def try_sharded(trial: Trial) -> Fit:
+    """Estimate B for a sharded model, and try one sequence: the ranks would hang if one of them ran out of memory."""
+    found = estimate(trial)
+    model = trial.wrap(trial.raw_model, trial.compiles, trial.world)
+    buffers = {name: buffer.clone() for name, buffer in trial.raw_model.named_buffers()}
+    try:
+        loss = trial.loss(trial.raw_model, *trial.random_batch(1))
+        if trial.trains:
+            loss.backward()
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise UserError(TOO_LARGE) from None
+        raise UserError(
+            f"--shard cannot train this model: {first_line(error)}. A block's parameters must be used in its own "
+            "forward pass only. Change that in the model, or leave --shard out."
+        ) from None
+    trial.raw_model.zero_grad(set_to_none=True)
+    for name, buffer in trial.raw_model.named_buffers():
+        buffer.copy_(buffers[name])
+    attention = devices.enabled_attention(trial.world.device.type)
+    return found._replace(model=model, compiled=trial.compiles, attention=attention)
 
 
 def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
@@ -309,6 +333,8 @@ def bound_on_B(trial: Trial, kept_bytes: int) -> int:
     kept_bytes = max(1, kept_bytes // (3 if trial.compiles else 1))
     # gradients and the optimizer's two moments; the weights are there already
     needed = 12 * sum(p.numel() for p in trial.raw_model.parameters()) if trial.trains else 0
+    if trial.config.shard:
+        needed /= trial.world.size
     free = devices.free_memory(device) - needed
     if device.type != "cuda" or torch.cuda.get_device_properties(device).is_integrated:
         # main memory runs out without an error, and a step needs more than what it keeps
@@ -334,18 +360,25 @@ class SkipInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def check_memory(make_model: Callable[[], Any], device: torch.device) -> None:
-    """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights."""
+def check_memory(make_model: Callable[[], Any], device: torch.device, *, ranks: int, shares: int = 1) -> None:
+    """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights.
+
+    ranks: of the run; shares: over how many of them the model is shared out.
+    """
     try:
         with torch.device("meta"), SkipInit():
             parameters = sum(p.numel() for p in make_model().parameters())
     except Exception:  # a model that reads its first values is not made without them: torch says what is wrong
         return
     available = devices.free_memory(device)
-    if 16 * parameters > available:
+    needed = 16 * parameters / shares
+    if needed > available:
+        advice = "Use a smaller model, or a larger device."
+        if shares < ranks:
+            advice = f"Add --shard: then each of the {ranks} ranks needs {needed / ranks / 2**30:,.1f} GiB."
         raise UserError(
-            "This model is too large: training takes 16 bytes for each parameter, more than the "
-            f"{available / 2**30:,.1f} GiB that are free. Use a smaller model, or a larger device."
+            f"This model is too large: training takes 16 bytes for each parameter, {needed / 2**30:,.1f} GiB here, but "
+            f"{available / 2**30:,.1f} GiB are free. {advice}"
         )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import math
 import os
 import re
 import sys
@@ -19,6 +18,7 @@ from plumbing.cli.console import UserError, count, first_line
 from plumbing.system.devices import check_kernels, choose_device, process_restored
 
 Result = TypeVar("Result")
+LARGE = 10**6  # numbers in a tensor that only rank 0 need have
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,34 @@ class World:
             raise errors[0]
         return result
 
-    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
-        """Run action(*args) on rank 0 and return its result on every rank. All ranks raise its error."""
+    def broadcast_from_master(
+        self, action: Callable[..., Result], *args: Any, keeps: Callable[[Any], bool] = lambda result: False
+    ) -> Result:
+        """Run action(*args) on rank 0 and return its result on every rank. All ranks raise its error.
+
+        If keeps(result), rank 0 keeps the large tensors in it to itself: the others have them on the meta device, and
+        `fetch` gives them.
+        """
         result: Any = self.run_on_master(action, *args)
         if self.size == 1:
             return result
         # tensors, also those inside of tuples, lists and dicts, are broadcast one by one afterwards
         message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)]
         dist.broadcast_object_list(message)
-        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else message[0])
+        kept = keeps(message[0])
+
+        def share(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if kept and tensor.numel() > LARGE else self.broadcast(tensor)
+
+        return tree_map_only(torch.Tensor, share, result if self.is_master else message[0])
+
+    def fetch(self, value: Any) -> Any:
+        """`value` with the large tensors that rank 0 has kept to itself, on every rank. All ranks must call this."""
+
+        def share(tensor: torch.Tensor) -> torch.Tensor:
+            return self.broadcast(tensor) if self.size > 1 and tensor.numel() > LARGE else tensor
+
+        return tree_map_only(torch.Tensor, share, value)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""
@@ -97,21 +116,6 @@ class World:
             shared.copy_(tensor)
         dist.broadcast(shared, 0)
         return tensor if self.is_master else shared.cpu()
-
-
-def map_over_ranks(function: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-    """function(batch), for a function that treats each entry of a batch alike: each rank computes its share of them."""
-    if not dist.is_initialized():
-        return function(batch)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    per_rank = math.ceil(len(batch) / world_size)
-    padded = torch.cat([batch, batch.new_zeros(per_rank * world_size - len(batch), *batch.shape[1:])])
-    local = function(padded[rank * per_rank : (rank + 1) * per_rank]).contiguous()
-    gathered = local.new_empty(padded.shape)
-    # its name since torch 2.13, where the earlier one warns
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(gathered, local)
-    return gathered[: len(batch)]
 
 
 CONNECT_SECONDS = 60  # how long a rank tries to reach the others

@@ -1,0 +1,165 @@
+"""A model whose weights, gradients and optimizer state are shared out over the ranks, by torch's FSDP2.
+
+Rank 0 makes the model whole in its main memory and hands each rank its rows. A checkpoint has whole tensors, so that a
+run continues sharded, on other ranks, or in DDP. A model that is not sharded passes through all of this unchanged.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from plumbing.system.autofit import SkipInit
+from plumbing.system.distributed import World
+
+
+def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
+    """Give a sharded model, which is on the meta device, the weights and buffers of rank 0's `whole` model."""
+    aliases: dict[int, list[str]] = {}  # to_empty would make two tensors of tied weights
+    for name, p in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(p), []).append(name)
+    model.to_empty(device=world.device)
+    for first, *others in aliases.values():
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            source = whole.get_parameter(name).detach() if whole else None
+            p.copy_(share_out(source, p, world))
+        for name, buffer in model.named_buffers():
+            if whole:
+                buffer.copy_(whole.get_buffer(name))
+            dist.broadcast(buffer, 0)
+    extra = world.broadcast_from_master(extra_state, whole)
+    if extra:
+        model.load_state_dict(extra, strict=False)
+
+
+def extra_state(whole: nn.Module) -> dict[str, Any]:
+    """The entries of a state dict that are no tensors, see torch's get_extra_state."""
+    return {name: value for name, value in whole.state_dict().items() if not isinstance(value, torch.Tensor)}
+
+
+def share_out(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor:
+    """Rank 0's whole tensor, shared out as the sharded parameter p is. Only its dtype is read on the other ranks."""
+    if world.is_master:
+        assert tensor is not None
+        full = tensor.to(world.device)
+    else:
+        dtype = p.dtype if tensor is None else tensor.dtype
+        full = torch.empty(p.shape, dtype=dtype, device=world.device)
+    if isinstance(p, DTensor):
+        return distribute_tensor(full, p.device_mesh, p.placements)
+    dist.broadcast(full, 0)  # a parameter that FSDP ignores
+    return full
+
+
+def share_out_state(
+    state: dict[Any, dict[str, Any]], parameters: list[torch.Tensor], world: World
+) -> dict[Any, dict[str, Any]]:
+    """An optimizer's state for each parameter, of which other ranks than 0 have no large tensors, shared out."""
+    shared = {}
+    for number, values in state.items():
+        shared[number] = dict(values)
+        p = parameters[number] if isinstance(number, int) else None
+        for name, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if isinstance(p, DTensor) and value.shape == p.shape:
+                shared[number][name] = share_out(value, p, world)
+            else:
+                shared[number][name] = world.fetch(value)
+    return shared
+
+
+def gathered(state: Any, device: torch.device | str) -> Any:
+    """`state` with whole tensors on this device instead of sharded ones. All ranks must call this."""
+    copies: dict[Any, torch.Tensor] = {}  # tied weights are gathered once
+
+    def gather(tensor: Any) -> torch.Tensor:
+        memory = (tensor.to_local().untyped_storage()._cdata, tensor.shape)
+        if memory not in copies:
+            copies[memory] = tensor.full_tensor().to(device)
+        return copies[memory]
+
+    return tree_map_only(DTensor, gather, state)
+
+
+def gathered_on_master(state: Any, world: World) -> Any:
+    """`state` with whole tensors in rank 0's main memory instead of sharded ones. All ranks must call this."""
+    return gathered(state, "cpu" if world.is_master else "meta")
+
+
+def is_sharded(model: Any) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def class_of(model: nn.Module) -> type:
+    """The model's own class, of which fully_shard has made a class of its own."""
+    return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+
+
+def whole_model(model: Any) -> Any:
+    """The model itself or, if it is sharded, a whole copy in evaluation mode. All ranks must call this.
+
+    With the copy a rank computes without the others. In the sharded model, FSDP would expect the same forward passes of
+    all ranks.
+    """
+    if not is_sharded(model):
+        return model
+    with torch.device("meta"), SkipInit():
+        copy = class_of(model)(model.config)
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        copy.load_state_dict(gathered(model.state_dict(), device), assign=True)
+    for name, buffer in model.named_buffers():  # those that no state dict has as well
+        owner, _, attribute = name.rpartition(".")
+        copy.get_submodule(owner)._buffers[attribute] = buffer
+    copy.has_cache = model.has_cache
+    return copy.eval()
+
+
+def map_over_ranks(
+    function: Callable[[torch.Tensor], torch.Tensor], stacks: torch.Tensor, *, rows: int
+) -> torch.Tensor:
+    """Replace each matrix (rows, cols) in stacks (n, k * rows, cols) by function(matrices), computed on one rank.
+
+    function takes any number of matrices (m, rows, cols) and treats each alike.
+    """
+    cols = stacks.size(-1)
+    if isinstance(stacks, DTensor):
+        # an all-to-all gives each rank whole stacks, and another one gives it its rows again
+        entries = stacks.redistribute(placements=[Shard(0)])
+        local = entries.to_local()
+        mapped = function(local.reshape(-1, rows, cols)).to(local.dtype).reshape(local.shape)
+        whole = DTensor.from_local(
+            mapped, stacks.device_mesh, [Shard(0)], run_check=False, shape=stacks.shape, stride=entries.stride()
+        )
+        return whole.redistribute(placements=stacks.placements)
+    matrices = stacks.view(-1, rows, cols)
+    if dist.is_initialized():
+        mapped = map_shares(function, matrices)
+    else:
+        mapped = function(matrices)
+    return mapped.to(stacks.dtype).view(stacks.shape)
+
+
+def map_shares(function: Callable[[torch.Tensor], torch.Tensor], matrices: torch.Tensor) -> torch.Tensor:
+    """function(matrices), of which each rank computes its share."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    per_rank = math.ceil(len(matrices) / world_size)
+    padding = matrices.new_zeros(per_rank * world_size - len(matrices), *matrices.shape[1:])
+    padded = torch.cat([matrices, padding])
+    local = function(padded[rank * per_rank : (rank + 1) * per_rank]).contiguous()
+    mapped = local.new_empty(padded.shape)
+    # its name since torch 2.13, where the earlier one warns
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(mapped, local)
+    return mapped[: len(matrices)]

@@ -1,0 +1,178 @@
+"""--shard: a model whose weights and optimizer state are shared out over the ranks trains as DDP's does."""
+
+import numpy as np
+import pytest
+import torch
+import train_gpt2
+from plumbing.run.checkpoint import load_checkpoint
+from safetensors.torch import load_file
+
+from harness import (
+    KILLED,
+    assert_same_run,
+    error_in,
+    examples_file,
+    killed_at,
+    log_lines,
+    losses,
+    run,
+    tiny_flags,
+    train,
+)
+from test_changed_models import PROJECTION, changed_trainer, train_changed
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+OPTIONS = dict(max_steps=6, val_every=3, checkpoint_every=2, keep_checkpoints=9, sample_every=3, keep_best=True)
+
+
+def train_on(ranks, data, out_dir, **changes):
+    args = tiny_flags(data, out_dir, **OPTIONS | changes)
+    run(train_gpt2.main, args, ranks=ranks, ends=[0] * max(1, ranks), timeout=100)
+    return out_dir
+
+
+def weights(out_dir, step=6):
+    return load_checkpoint(out_dir / f"model_{step:05d}.pt")["model"]
+
+
+def assert_close_runs(ours, theirs, atol=1e-5):
+    for stream in ("train", "val"):
+        np.testing.assert_allclose(losses(ours, stream), losses(theirs, stream), rtol=0, atol=atol)
+    for one, other in zip(weights(ours).values(), weights(theirs).values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=20 * atol)
+
+
+@pytest.fixture(scope="module")
+def ddp(folder):
+    return train_on(2, folder, folder.parent / "ddp")
+
+
+@pytest.fixture(scope="module")
+def sharded(folder):
+    return train_on(2, folder, folder.parent / "sharded", shard=True)
+
+
+CASES = {
+    "Muon": dict(optimizer="muon"),
+    "bfloat16": dict(dtype="bfloat16"),
+    "float16": dict(dtype="float16"),
+    "activation checkpointing": dict(activation_checkpointing=True),
+    "accumulation": dict(batch_size=1),
+    "clipping": dict(grad_clip=0.1),
+}
+
+
+def test_losses_are_those_of_ddp(ddp, sharded):
+    assert_close_runs(sharded, ddp)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_ddp_with(name, folder, tmp_path):
+    ours = train_on(2, folder, tmp_path / "sharded", shard=True, **CASES[name])
+    theirs = train_on(2, folder, tmp_path / "ddp", **CASES[name])
+    assert_close_runs(ours, theirs, atol=1e-3 if "float" in name else 1e-5)
+
+
+def test_its_files_are_those_of_ddp(ddp, sharded):
+    for name in ("model_00006.pt", "model_best.pt"):
+        ours, theirs = (torch.load(out / name, weights_only=True) for out in (sharded, ddp))
+        assert ours.keys() == theirs.keys() and ours["model"].keys() == theirs["model"].keys()
+        assert all(type(value) is torch.Tensor for value in ours["model"].values())
+    ours, theirs = (load_file(out / "hf" / "model.safetensors") for out in (sharded, ddp))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-4)
+    assert (sharded / "samples.txt").read_text() == (ddp / "samples.txt").read_text()
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_same_bit_for_bit(sharded, folder, tmp_path):
+    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | dict(shard=True))
+    run(killed_at, 4, 4, args, ranks=2, ends=[KILLED, KILLED])
+    run(train_gpt2.main, args, ranks=2, ends=[0, 0])
+    assert_same_run(tmp_path / "out", sharded)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((2, True), (2, False)),
+        ((2, False), (2, True)),
+        ((2, True), (0, False)),
+        ((0, False), (2, True)),
+        ((2, True), (3, True)),
+    ],
+    ids=["to DDP", "from DDP", "to one process", "from one process", "to three ranks"],
+)
+def test_a_run_continues_from_its_checkpoint_however_it_is_shared_out(before, after, sharded, folder, tmp_path):
+    options = dict(total_batch_size=192, batch_size=4)
+    (ranks, shard), (other_ranks, other_shard) = before, after
+    whole = train_on(2, folder, tmp_path / "whole", shard=True, **options)
+    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | options | dict(shard=shard))
+    run(killed_at, 4, 4, args, ranks=ranks, ends=[KILLED] * max(1, ranks))
+    train_on(other_ranks, folder, tmp_path / "out", shard=other_shard, **options)
+    assert_close_runs(tmp_path / "out", whole)
+
+
+def test_a_branch_of_a_sharded_run_is_that_of_ddp(sharded, ddp, folder, tmp_path):
+    changes = dict(max_steps=8, max_lr=1e-3)
+    for name, parent in (("sharded", sharded), ("ddp", ddp)):
+        branch = dict(branch_from=parent / "model_00004.pt", shard=name == "sharded")
+        train_on(2, folder, tmp_path / name, **changes | branch)
+    np.testing.assert_allclose(losses(tmp_path / "sharded"), losses(tmp_path / "ddp"), rtol=0, atol=1e-5)
+
+
+def test_hellaswag_and_an_evaluation_alone_are_those_of_one_process(sharded, folder, tmp_path):
+    path = examples_file(tmp_path, ["abc" * n for n in range(1, 6)])
+    options = dict(init_from=sharded, max_steps=0, hellaswag_every=1, hellaswag_data=path, sample_every=0)
+    for ranks, shard in ((0, False), (2, True)):
+        train_on(ranks, folder, tmp_path / str(ranks), shard=shard, **options)
+    for stream in ("val", "hella"):
+        np.testing.assert_allclose(losses(tmp_path / "2", stream), losses(tmp_path / "0", stream), rtol=0, atol=1e-6)
+
+
+def test_frozen_weights_buffers_and_a_block_that_is_used_three_times_train_as_in_ddp(folder, tmp_path):
+    edits = {
+        PROJECTION: PROJECTION + "        self.norm = nn.BatchNorm1d(config.n_embd)\n"
+        '        self.register_buffer("table", torch.linspace(0, 1, config.n_embd), persistent=False)\n',
+        "    def forward(self, x):\n": "    def forward(self, x):\n"
+        "        x = self.norm(x.flatten(0, 1)).view(x.shape) + self.table\n",
+        "        for block in self.transformer.h:\n": "        for block in [*self.transformer.h] + [self.transformer.h[0]] * 2:\n",
+        "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    for name in ("sharded", "ddp"):
+        args = tiny_flags(folder, tmp_path / name, **OPTIONS | dict(shard=name == "sharded"))
+        run(train_changed, path, args, ranks=2, ends=[0, 0])
+    assert_close_runs(tmp_path / "sharded", tmp_path / "ddp")
+
+
+REFUSED = {
+    "a number alone": ({PROJECTION: PROJECTION + "        self.gain = nn.Parameter(torch.ones(()))\n"}, "scalar"),
+    "a block's weight outside of it": (
+        {
+            "        return self.transformer.ln_f(x)\n": "        return self.transformer.ln_f(x)"
+            " + self.transformer.h[0].ln_1.weight\n"
+        },
+        "DTensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_cannot_share_out_is_one_line_before_the_first_step(name, folder, tmp_path):
+    edits, words = REFUSED[name]
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    said, _ = run(train_changed, path, tiny_flags(folder, tmp_path / "out", shard=True), ranks=2, ends=[2, 2])
+    assert words in error_in(said) and "leave --shard out" in error_in(said)
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_one_process_has_nothing_to_share_out_and_trains(data, tmp_path):
+    said = train(data, tmp_path / "out", shard=True)
+    train(data, tmp_path / "plain")
+    assert "--shard shares a model out over several ranks" in said
+    assert log_lines(tmp_path / "out") == log_lines(tmp_path / "plain")
+
+
+def test_a_model_that_is_too_large_for_each_rank_is_told_of_shard(data, tmp_path, monkeypatch):
+    pass
