@@ -155,7 +155,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -688,6 +688,11 @@ def autocast(config, world):
     return torch.autocast(world.device.type, getattr(torch, name), enabled=name != "float32")
 
 
+def uses_ddp(config, world):
+    """Whether several ranks have a whole model each."""
+    return world.size > 1 and not config.shard
+
+
 def sum_over_ranks(tensor, world):
     """All-reduce a tensor in place: the sum over the ranks. (For a mean, divide: gloo has no average.)"""
     if world.size > 1:
@@ -793,7 +798,7 @@ def evaluate(step, parts: Parts, run):
 
     parts.raw_model.eval()
     if is_due_now(config.val_every):
-        model = parts.model.module if isinstance(parts.model, DDP) else parts.model
+        model = parts.model.module if uses_ddp(config, world) else parts.model
         with run.evaluation():
             losses = [evaluate_val_loss(model, loader, parts) for loader in parts.val_loaders]
         mean = mean_over_folders(losses, parts)
@@ -845,7 +850,7 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
         x, y = loader.next_batch(B)
         # as no_sync() does: only the last micro-step all-reduces the gradients. With FSDP every one does, because whole
         # gradients may not fit
-        if isinstance(model, DDP):
+        if uses_ddp(config, world):
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         with autocast(
             config, world
@@ -899,7 +904,7 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
         if not overflow:
             scaler.step(optimizer)
         # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
-        optimizer.zero_grad(set_to_none=not isinstance(parts.model, DDP))
+        optimizer.zero_grad(set_to_none=not uses_ddp(config, world))
     scaler.update()
     if world.size > 1:
         for buffer in parts.raw_model.buffers():
@@ -1032,13 +1037,13 @@ def set_computation(model, config):
         model.lm_head = Float8Linear(model.lm_head)  # shares its weight
 
 
-def wrap(raw_model, compiled, world):
+def wrap(raw_model, config, world, *, compiled):
     """The model to train: compiled if asked for, and in DDP if several ranks have a whole model each.
 
     With DDP, every rank must use every parameter in every step.
     """
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
-    if world.size > 1 and not isinstance(raw_model, FSDPModule):
+    if uses_ddp(config, world):
         # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
         # all-reduces overlap with the backward pass; larger buckets than DDP's 25 MB are fewer graphs to compile
         model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)

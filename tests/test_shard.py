@@ -7,6 +7,7 @@ import train_gpt2
 from plumbing.run.checkpoint import load_checkpoint
 from safetensors.torch import load_file
 
+from edits import PROJECTION, changed_trainer, train_changed
 from harness import (
     KILLED,
     assert_same_run,
@@ -19,7 +20,6 @@ from harness import (
     tiny_flags,
     train,
 )
-from test_changed_models import PROJECTION, changed_trainer, train_changed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
@@ -51,6 +51,12 @@ def ddp(folder):
 @pytest.fixture(scope="module")
 def sharded(folder):
     return train_on(2, folder, folder.parent / "sharded", shard=True)
+
+
+@pytest.fixture(scope="module")
+def sharded_in_96(folder):
+    """With steps that two and three ranks can share."""
+    return train_on(2, folder, folder.parent / "sharded_in_96", shard=True, total_batch_size=96)
 
 
 CASES = {
@@ -93,24 +99,17 @@ def test_a_run_that_is_killed_and_resumed_is_the_same_bit_for_bit(sharded, folde
 
 
 @pytest.mark.parametrize(
-    "before, after",
-    [
-        ((2, True), (2, False)),
-        ((2, False), (2, True)),
-        ((2, True), (0, False)),
-        ((0, False), (2, True)),
-        ((2, True), (3, True)),
-    ],
+    "ranks, shard, later_ranks, later_shard",
+    [(2, True, 2, False), (2, False, 2, True), (2, True, 0, False), (0, False, 2, True), (2, True, 3, True)],
     ids=["to DDP", "from DDP", "to one process", "from one process", "to three ranks"],
 )
-def test_a_run_continues_from_its_checkpoint_however_it_is_shared_out(before, after, sharded, folder, tmp_path):
-    options = dict(total_batch_size=192, batch_size=4)
-    (ranks, shard), (other_ranks, other_shard) = before, after
-    whole = train_on(2, folder, tmp_path / "whole", shard=True, **options)
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | options | dict(shard=shard))
+def test_a_run_continues_however_its_model_is_shared_out(
+    ranks, shard, later_ranks, later_shard, sharded_in_96, folder, tmp_path
+):
+    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | dict(shard=shard, total_batch_size=96))
     run(killed_at, 4, 4, args, ranks=ranks, ends=[KILLED] * max(1, ranks))
-    train_on(other_ranks, folder, tmp_path / "out", shard=other_shard, **options)
-    assert_close_runs(tmp_path / "out", whole)
+    train_on(later_ranks, folder, tmp_path / "out", shard=later_shard, total_batch_size=96)
+    assert_close_runs(tmp_path / "out", sharded_in_96)
 
 
 def test_a_branch_of_a_sharded_run_is_that_of_ddp(sharded, ddp, folder, tmp_path):
@@ -136,7 +135,8 @@ def test_frozen_weights_buffers_and_a_block_that_is_used_three_times_train_as_in
         '        self.register_buffer("table", torch.linspace(0, 1, config.n_embd), persistent=False)\n',
         "    def forward(self, x):\n": "    def forward(self, x):\n"
         "        x = self.norm(x.flatten(0, 1)).view(x.shape) + self.table\n",
-        "        for block in self.transformer.h:\n": "        for block in [*self.transformer.h] + [self.transformer.h[0]] * 2:\n",
+        "        for block in self.transformer.h:\n": "        first, *others = self.transformer.h\n"
+        "        for block in (first, *others, first, first):\n",
         "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
     }
     path = changed_trainer(tmp_path / "train_gpt2.py", edits)
@@ -170,9 +170,14 @@ def test_what_torch_cannot_share_out_is_one_line_before_the_first_step(name, fol
 def test_one_process_has_nothing_to_share_out_and_trains(data, tmp_path):
     said = train(data, tmp_path / "out", shard=True)
     train(data, tmp_path / "plain")
-    assert "--shard shares a model out over several ranks" in said
+    assert "In a single process there is nothing to share out" in said
     assert log_lines(tmp_path / "out") == log_lines(tmp_path / "plain")
 
 
-def test_a_model_that_is_too_large_for_each_rank_is_told_of_shard(data, tmp_path, monkeypatch):
-    pass
+@pytest.mark.parametrize(
+    "shard, words", [(False, "Add --shard: then each of the 2 ranks needs"), (True, "Use a smaller model")]
+)
+def test_a_model_that_is_too_large_for_a_rank_is_told_of_shard(shard, words, data, tmp_path):
+    args = tiny_flags(data, tmp_path / "out", n_embd=2**17, n_head=1, n_layer=10, shard=shard)
+    said, _ = run(train_gpt2.main, args, ranks=2, ends=[2, 2])
+    assert "training takes 16 bytes for each parameter" in error_in(said) and words in error_in(said)

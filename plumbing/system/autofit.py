@@ -35,7 +35,7 @@ class Trial(NamedTuple):
     """What is tried: a step of training or, in an evaluation, of that."""
 
     raw_model: Any
-    wrap: Callable[..., Any]  # wrap(raw_model, compiled, world) makes the model to train
+    wrap: Callable[..., Any]  # wrap(raw_model, config, world, compiled=) makes the model to train
     autocast: Callable[..., Any]  # autocast(config, world) is the context of a forward pass
     num_ids: int
     config: Any
@@ -285,7 +285,7 @@ def estimate(trial: Trial) -> Fit:
 def try_sharded(trial: Trial) -> Fit:
     """Estimate B for a sharded model, and try one sequence: the ranks would hang if one of them ran out of memory."""
     found = estimate(trial)
-    model = trial.wrap(trial.raw_model, trial.compiles, trial.world)
+    model = trial.wrap(trial.raw_model, trial.config, trial.world, compiled=trial.compiles)
     buffers = {name: buffer.clone() for name, buffer in trial.raw_model.named_buffers()}
     try:
         loss = trial.loss(trial.raw_model, *trial.random_batch(1))
@@ -308,7 +308,7 @@ def try_sharded(trial: Trial) -> Fit:
 def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
     """(the model to train, which is compiled if that is in `optional`; the seconds of a micro-step on a CPU)."""
     world, began = trial.world, 0.0
-    model = trial.wrap(trial.raw_model, COMPILED in optional, world)
+    model = trial.wrap(trial.raw_model, trial.config, world, compiled=COMPILED in optional)
     # Reserve memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks,
     # gradients and DDP's buckets are here at once, which in a step are one
     numbers = (1 if world.size > 1 else 2) if trial.trains else 0
