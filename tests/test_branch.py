@@ -19,7 +19,6 @@ from harness import (
     KILLED,
     assert_same_run,
     assert_same_tensors,
-    at_steps,
     die_at,
     killed_at,
     listing,
@@ -30,6 +29,7 @@ from harness import (
     read_log,
     refusal_of,
     refused,
+    refused_run,
     run,
     signalled_in,
     status_of,
@@ -57,6 +57,7 @@ def branched(out_dir):
 
 
 EPOCHS = dict(total_batch_size=1024, batch_size=32)  # 64 of 293 windows a step: step 6 is in the second epoch
+RAMP = dict(total_batch_size=384, max_steps=6)
 
 
 def train_in_a_ramp(args):
@@ -67,7 +68,8 @@ def train_in_a_ramp(args):
 
 @pytest.mark.parametrize(
     "ranks, train, options, step",
-    [(0, train_gpt2.main, EPOCHS, 6), (2, train_in_a_ramp, dict(total_batch_size=384, max_steps=6), 4)],
+    [(0, train_gpt2.main, EPOCHS, 6), (2, train_in_a_ramp, RAMP, 4)],
+    ids=["second epoch", "ramp on two ranks"],
 )
 def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, options, step, folder, tmp_path):
     """With Muon, and so with AdamW for the rest."""
@@ -120,8 +122,7 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_pa
 def assert_refused(folder, out_dir, *texts, **options):
     """Refused in one line with all of `texts`; nothing is written, neither here nor in the parent."""
     before = listing(out_dir.parent)
-    line = refused(train_gpt2.main, *tiny_flags(folder, out_dir, **OPTIONS | options))
-    assert all(text in line for text in texts), line
+    refused_run(OPTIONS | dict(data=folder, out_dir=out_dir) | options, *texts)
     assert listing(out_dir.parent) == before
 
 
@@ -157,6 +158,12 @@ ANEW = {
 }
 
 
+def anew(changes, folder, parent):
+    """The settings of a branch of the parent with these changes; the working folder has other data."""
+    make_shards("other", seed=1)
+    return OPTIONS | dict(data=folder, branch_from=parent / "model_00008.pt", max_steps=16) | changes
+
+
 def killed_in(name, args):
     """Train, and be killed in this function of the trainer, when the first checkpoint is there."""
     wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 8)
@@ -165,20 +172,29 @@ def killed_in(name, args):
 
 
 @pytest.mark.parametrize("name", ANEW)
-def test_what_a_branch_begins_anew_is_said_and_whatever_stops_it_it_ends_as_if_never_stopped(
-    name, folder, parent, tmp_path, monkeypatch
-):
-    """Also before its first step: by the same command, by the one that it prints, and by its folder alone."""
+def test_what_a_branch_begins_anew_is_said(name, folder, parent, tmp_path, monkeypatch):
     changes, notes, steps = ANEW[name]
     monkeypatch.chdir(tmp_path)
-    make_shards("other", seed=1)
-    options = dict(data=folder) | OPTIONS | dict(branch_from=parent / "model_00008.pt", max_steps=16) | changes
-    said = train(out_dir="out", **options)
+    said = train(out_dir="out", **anew(changes, folder, parent))
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
     assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found)), found
     assert f"the run reads {128 * steps:,}" in said
     weights = load_checkpoint(parent / "model_00008.pt")
     assert_same_tensors(load_checkpoint("out/model_00008.pt")["model"], weights["model"])
+    told = {name: [weights["config"][name], now] for name, now in changes.items() if not name.startswith("data")}
+    changed = branched("out")["changed"]
+    changed.pop("data_weights", None)
+    assert changed == told | {"max_steps": [12, 16]}
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_a_branch_ends_as_if_never_stopped(name, folder, parent, tmp_path, monkeypatch):
+    """Also where it is stopped before its first step, and continued by the same command, by the one that it prints or
+    by its folder alone.
+    """
+    monkeypatch.chdir(tmp_path)
+    options = anew(ANEW[name][0], folder, parent)
+    train(out_dir="out", **options)
     command, alone = tiny_flags(out_dir="stopped", **options), ["--out-dir", "stopped"]
     run(killed_in, "train_step", command, ends=[KILLED])
     run(killed_in, "evaluate_val_loss", command, ends=[KILLED])
@@ -186,45 +202,71 @@ def test_what_a_branch_begins_anew_is_said_and_whatever_stops_it_it_ends_as_if_n
     [said] = run(signalled_in, "evaluate_val_loss", 1, 0, alone)
     assert "Stopped after 8 steps." in said
     run(killed_at, 14, 12, printed_commands(said)[-1][2:], ends=[KILLED])
-    run(train_gpt2.main, command if name < "optimizer" else alone)
+    run(train_gpt2.main, command if name == "data" else alone)
     assert_same_run("stopped", "out")
-    told = {n: [weights["config"][n], v] for n, v in changes.items() if not n.startswith("data")}
-    changed = {n: v for n, v in branched("out")["changed"].items() if n != "data_weights"}
-    assert changed == told | {"max_steps": [12, 16]}
 
 
-def test_a_run_itself_does_not_go_on_with_other_data(folder, parent, tmp_path):
-    """Nor with masks that were not there."""
-    out, other = shutil.copytree(parent, tmp_path / "out"), make_shards(tmp_path / "other", seed=1)
+@pytest.fixture
+def unfinished(parent, tmp_path):
+    """A copy of the parent without its last checkpoint."""
+    out = shutil.copytree(parent, tmp_path / "out")
     (out / "model_00012.pt").unlink()
-    mixed = shutil.copytree(folder, tmp_path / "validation")
-    shutil.copy(other / "tiny_val_000000.npy", mixed)
-    masked = shutil.copytree(folder, tmp_path / "masked")
-    for path in masked.glob("*.npy"):
+    return out
+
+
+def with_other_validation(folder, copy):
+    other = make_shards(copy.parent / "other", seed=1)
+    shutil.copytree(folder, copy)
+    shutil.copy(other / "tiny_val_000000.npy", copy)
+
+
+def with_masks(folder, copy):
+    shutil.copytree(folder, copy)
+    for path in copy.glob("*.npy"):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, np.ones(len(np.load(path)), np.uint8))
-    for data, what in ((other, "training"), (mixed, "validation"), (masked, "training")):
-        assert_refused(data, out, f"The run in {out} cannot continue with", f"{what} data", "start a branch")
 
 
-def test_where_no_whole_checkpoint_is_there_is_nothing_to_branch(folder, best, parent, tmp_path):
-    """Weights alone are no checkpoint, either."""
+@pytest.mark.parametrize(
+    "make, kind",
+    [
+        (lambda folder, copy: make_shards(copy, seed=1), "training"),
+        (with_other_validation, "validation"),
+        (with_masks, "training"),
+    ],
+    ids=["other text", "other validation", "masks that were not there"],
+)
+def test_a_run_does_not_go_on_with_other_data(make, kind, folder, unfinished, tmp_path):
+    make(folder, tmp_path / "data")
+    said = f"The run in {unfinished} cannot continue with", f"{kind} data", "start a branch"
+    assert_refused(tmp_path / "data", unfinished, *said)
+
+
+def test_weights_alone_cannot_be_branched(folder, best, tmp_path):
     weights = best / "model_best.pt"
     assert_refused(folder, tmp_path / "out", str(weights), "--init-from", branch_from=weights)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "parent/hf"])
+def test_where_no_checkpoint_is_there_is_nothing_to_branch(name, folder, parent, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "parent").symlink_to(parent)
+    source = tmp_path / name
+    assert_refused(folder, tmp_path / "out", f"no checkpoint in {source} that can be", branch_from=source)
+
+
+def test_a_torn_checkpoint_cannot_be_branched(folder, parent, tmp_path):
     torn = tmp_path / "model_00008.pt"
     torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
-    for source in (tmp_path / "nowhere", tmp_path / "empty", parent / "hf"):
-        assert_refused(folder, tmp_path / "out", f"no checkpoint in {source} that can be", branch_from=source)
     assert_refused(folder, tmp_path / "out", f"Checkpoint {torn} cannot be read", branch_from=torn)
 
 
-def test_a_branch_has_a_folder_of_its_own(folder, parent, tmp_path):
+@pytest.mark.parametrize("name, resume", [("", True), ("model_00008.pt", False)])
+def test_a_branch_has_a_folder_of_its_own(name, resume, folder, parent, tmp_path):
     """Also with --no-resume, which would move the parent aside."""
     out = shutil.copytree(parent, tmp_path / "out")
-    for source, resume in ((out, True), (out / "model_00008.pt", False)):
-        options = dict(branch_from=source, resume=resume, max_steps=20)
-        assert_refused(folder, out, "--branch-from", "--out-dir", **options)
+    options = dict(branch_from=out / name, resume=resume, max_steps=20)
+    assert_refused(folder, out, "--branch-from", "--out-dir", **options)
 
 
 def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, tmp_path):
@@ -240,55 +282,45 @@ def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, t
     assert branched(out)["step"] == 8 and branched(f"{out}.1")["step"] == 4
 
 
-def groups_of(optimizers):
-    """The settings of the optimizers' parameter groups."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [{name: group[name] for name in group if name not in ("params", "param_names")} for group in groups]
-
-
 @pytest.fixture(scope="module")
 def muon_parent(folder):
     train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS)
     return folder.parent / "muon"
 
 
-@pytest.mark.parametrize(
-    "optimizer, changes",
-    [
-        ("adamw", dict(max_lr=1e-2, schedule="wsd", weight_decay=0.5, beta1=0.8, grad_clip=0.01)),
-        ("adamw", dict(total_batch_size=256, dtype="float16")),
-        ("muon", dict(muon_lr=0.1, min_lr=3e-3, muon_momentum=0.9, muon_weight_decay=0.3)),
-    ],
-)
-def test_a_change_takes_effect_from_the_first_step_on(optimizer, changes, request, folder, tmp_path):
-    """Nothing is left of the parent's settings: the groups are those that this configuration makes from scratch.
+CHANGES = dict(max_lr=1e-2, min_lr=1e-3, schedule="wsd", weight_decay=0.5, beta1=0.8, beta2=0.9, grad_clip=0.01)
+MUON_CHANGES = dict(muon_lr=0.1, muon_momentum=0.5, muon_momentum_warmup=10, muon_weight_decay=0.3)
+CHANGES_OF_ONE = {name: {name: value} for name, value in CHANGES.items()}
+CHANGES_OF_ONE |= {name: {name: value, "optimizer": "muon"} for name, value in MUON_CHANGES.items()}
 
-    run.txt names the parent, the step and what affects the losses; the parent stays as it is.
-    """
-    parent = request.getfixturevalue("muon_parent" if optimizer == "muon" else "parent")
-    steps, before = [], listing(parent)
 
-    def note(step, parts, done):
-        steps.append((step, done.tokens, parts.config, groups_of(parts.optimizers)))
+@pytest.mark.parametrize("name", [*CHANGES, *MUON_CHANGES])
+def test_a_setting_that_a_branch_changes_counts_from_its_first_update_on(name, parent, muon_parent, folder, tmp_path):
+    """Before it, the log is the parent's."""
+    options = OPTIONS | CHANGES_OF_ONE[name]
+    source = muon_parent if name in MUON_CHANGES else parent
+    before = listing(source)
+    train(folder, tmp_path, branch_from=source / "model_00008.pt", **options)
+    assert listing(source) == before
+    ours, theirs = read_log(tmp_path), read_log(source)
+    for step in range(9):
+        assert ours[step] == theirs[step]
+    assert ours[9] != theirs[9]
 
-    with at_steps(after=note):
-        options = OPTIONS | dict(optimizer=optimizer, checkpoint_every=2, keep_best=True) | changes
-        train(folder, tmp_path / "out", branch_from=parent / "model_00008.pt", **options)
-    assert listing(parent) == before
-    step, tokens, config, groups = steps[0]
-    assert (step, tokens, len(steps)) == (8, changes.get("total_batch_size", 128), 4)
-    fresh = train_gpt2.configure_optimizers(train_gpt2.load_model(parent)[0], config)
-    train_gpt2.keep_peak_rates(fresh)
-    train_gpt2.apply_schedules(fresh, 8, config)
-    assert groups == groups_of(fresh) and {name: getattr(config, name) for name in changes} == changes
-    ours, theirs = read_log(tmp_path / "out"), read_log(parent)
-    assert [ours[step] for step in range(8)] == [theirs[step] for step in range(8)]
-    if not changes.keys() & {"total_batch_size", "dtype"}:
-        assert ours[8] == theirs[8]  # the loss before the first update
-    assert ours[11] != theirs[11]
+
+def test_run_txt_says_what_a_branch_changes(parent, folder, tmp_path):
+    train(folder, tmp_path, branch_from=parent / "model_00008.pt", **OPTIONS | {"keep_best": True} | CHANGES)
     then = newest_checkpoint(parent)["config"]
-    told = {name: [then[name], now] for name, now in changes.items() if now != then[name]}
-    assert branched(tmp_path / "out") == {"parent": str(parent), "step": 8, "changed": told}
+    changed = {name: [then[name], now] for name, now in CHANGES.items()}
+    assert branched(tmp_path) == {"parent": str(parent), "step": 8, "changed": changed}
+
+
+def test_a_branch_may_have_another_batch_size_and_another_dtype(parent, folder, tmp_path):
+    options = OPTIONS | dict(total_batch_size=256, dtype="float16")
+    train(folder, tmp_path, branch_from=parent / "model_00008.pt", **options)
+    checkpoint = newest_checkpoint(tmp_path)
+    assert checkpoint["loader"]["position"] == 8 * 8 + 4 * 16
+    assert checkpoint["scaler"]["scale"] == 2.0**16  # which a scaler begins with
 
 
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
@@ -302,8 +334,10 @@ def constant(folder):
 
 
 def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
-    """The command that it prints takes everything else from the run. At a constant rate that is the run of twice
-    the length from scratch, bit for bit."""
+    """The command that it prints takes everything else from the run.
+
+    At a constant rate that is the run of twice the length from scratch, bit for bit.
+    """
     shutil.copytree(constant, tmp_path / "short")
     train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24})
     said = train(folder, tmp_path / "short", **CONSTANT)  # the same command: finished, and how to continue
@@ -344,7 +378,7 @@ def test_the_refusal_of_other_settings_names_the_flags_with_which_they_are_train
 
 
 # validation losses that fall, rise, and fall again; in a branch at step 4 all are above the parent's best
-SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # the first of two equal ones is the best
+SCRIPT = {0: 5.0, 2: 3.0, 4: 3.5, 6: 3.3, 8: 2.5, 10: 2.5, 12: 2.6}  # of two equal ones the first is the best
 BRANCH_SCRIPT = {4: 3.5, 6: 3.1, 8: 3.4, 10: 3.2, 12: 3.3}
 BEST = dict(max_steps=12, val_every=2, checkpoint_every=2, keep_checkpoints=99, keep_best=True)
 
@@ -361,7 +395,8 @@ def train_with(script, args, step=None, checkpoint=None):
 
 def assert_best_is(out_dir, step, loss):
     """model_best.pt is of this step, bit for bit the weights of that step's checkpoint; it makes a model alone."""
-    best, checkpoint = (load_checkpoint(out_dir / name) for name in ("model_best.pt", f"model_{step:05d}.pt"))
+    best = load_checkpoint(out_dir / "model_best.pt")
+    checkpoint = load_checkpoint(out_dir / f"model_{step:05d}.pt")
     assert (best["step"], best["val_loss"]) == (step, loss)
     assert_same_tensors(best["model"], checkpoint["model"])
     model, _ = train_gpt2.load_model(out_dir / "model_best.pt")
@@ -376,9 +411,11 @@ def best(folder):
     return folder.parent / "best"
 
 
-def test_the_weights_of_the_lowest_loss_are_kept_and_a_branch_has_its_own_however_often_it_is_resumed(
-    folder, best, tmp_path
-):
+def test_the_weights_of_the_lowest_loss_are_kept(best):
+    assert_best_is(best, 8, 2.5)
+
+
+def test_a_branch_has_best_weights_of_its_own_however_often_it_is_resumed(folder, best, tmp_path):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log.
 
     After it was killed, the branch reaches 3.2, which is not its best, either.

@@ -4,6 +4,7 @@ What a run must give is what an uninterrupted run of the same command gave: bit 
 It is finished when its export holds the weights of its last checkpoint, and otherwise exported again.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -12,7 +13,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +43,7 @@ from harness import (
     read_log,
     refused,
     run,
+    samples,
     signalled,
     signalled_in,
     steps_of,
@@ -49,7 +54,8 @@ from harness import (
     write_half,
 )
 
-OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, sample_every=6, sample_prompt="abc")
+# samples also where a checkpoint is due, and between checkpoints
+OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, sample_every=2, sample_prompt="abc")
 
 
 @pytest.fixture(scope="module")
@@ -63,44 +69,58 @@ def checkpoint_12_is_there(folder):
     return Path(folder, "model_00012.pt").exists()
 
 
-# moments at which a process is killed: the steps of the checkpoints that it leaves (of 4, 8 and 12 the newest two), a
-# function, and the call of it that is the last
+@dataclasses.dataclass
+class Moment:
+    """When a process is killed."""
+
+    leaves: list[int]  # the steps of its checkpoints: of 4, 8 and 12 the newest two
+    owner: Any  # the last call is of owner.function,
+    function: str
+    when: Callable[..., bool]  # with such arguments
+
+
 MOMENTS = {
-    "before the first step": ([], train_gpt2, "train_step", lambda *args: True),
-    "in the validation of step 6": (
-        [4],
-        train_gpt2,
-        "evaluate_val_loss",
-        lambda *args: args[-1].loader.position == 48,
+    "before the first step": Moment([], train_gpt2, "train_step", lambda *args: True),
+    "in the validation of step 6": Moment(
+        [4], train_gpt2, "evaluate_val_loss", lambda *args: args[-1].loader.position == 6 * 8
     ),
-    "half of checkpoint 8 written": ([4], torch, "save", lambda state, file: state["step"] == 8),
-    "checkpoint 8 written, not renamed": ([4], os, "replace", lambda part, path: path.name == "model_00008.pt"),
-    "in step 9": ([4, 8], train_gpt2, "train_step", lambda step, *rest: step == 9),
-    "checkpoint 12 there, 4 not deleted": ([4, 8, 12], checkpoints, "list_checkpoints", checkpoint_12_is_there),
-    "in the export at the end": ([8, 12], tokenizers, "write_encoding", lambda *args: True),
+    "half of checkpoint 8 written": Moment([4], torch, "save", lambda state, file: state["step"] == 8),
+    "checkpoint 8 written, not renamed": Moment([4], os, "replace", lambda part, path: path.name == "model_00008.pt"),
+    "in step 9": Moment([4, 8], train_gpt2, "train_step", lambda step, *rest: step == 9),
+    "checkpoint 12 there, 4 not deleted": Moment([4, 8, 12], checkpoints, "list_checkpoints", checkpoint_12_is_there),
+    "in the export at the end": Moment([8, 12], tokenizers, "write_encoding", lambda *args: True),
 }
 
 
-def train_until(moment, args):
-    """Train, and be killed with -9 at `moment`, when the checkpoints are there that were written meanwhile."""
-    steps, *place = MOMENTS[moment]
-    out_dir = args[args.index("--out-dir") + 1]
-    acts = [write_half] if "half" in moment else [wait_for_checkpoint(out_dir, step) for step in steps[-1:]]
-    with die_at(*place, *acts):
+def train_until(name, args):
+    """Train, and be killed at this moment, when the checkpoints are there that were written meanwhile."""
+    moment = MOMENTS[name]
+    acts = []
+    if "half" in name:
+        acts = [write_half]
+    elif moment.leaves:
+        out_dir = args[args.index("--out-dir") + 1]
+        acts = [wait_for_checkpoint(out_dir, moment.leaves[-1])]
+    with die_at(moment.owner, moment.function, moment.when, *acts):
         train_gpt2.main(args)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(moment, folder, straight, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
+    out = tmp_path / "out"
+    args = tiny_flags(folder, out, **OPTIONS)
     run(train_until, moment, args, ends=[KILLED])
-    assert steps_of(tmp_path / "out") == MOMENTS[moment][0]
-    halves = [path.name for path in (tmp_path / "out").glob(".model_*.part")]
-    assert halves == ([".model_00008.pt.part"] if "checkpoint 8 written" in moment else [])
-    run(train_gpt2.main, args)
-    assert_same_run(tmp_path / "out", straight)
-    samples, expected = ((folder / "samples.txt").read_text() for folder in (tmp_path / "out", straight))
-    assert samples == expected and samples.count("\n") == 8, "four of each step, none twice"
+    assert steps_of(out) == MOMENTS[moment].leaves
+    is_torn = "checkpoint 8 written" in moment
+    assert (out / ".model_00008.pt.part").exists() == is_torn
+    train(folder, out, **OPTIONS)
+    assert_same_run(out, straight)
+    assert samples(out) == samples(straight)
+
+
+def test_each_step_has_its_samples_once(straight):
+    """But step 0, where a new model's would be noise."""
+    assert {step: len(texts) for step, texts in samples(straight).items()} == dict.fromkeys(range(2, 13, 2), 4)
 
 
 @pytest.fixture(scope="module")
@@ -119,25 +139,30 @@ def stopped(killed, tmp_path):
 
 
 @pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2)])
-def test_a_damaged_checkpoint_is_skipped_with_a_word_and_what_a_killed_process_leaves_is_swept_away(
-    damage, keep_checkpoints, folder, straight, stopped
-):
-    """--keep-checkpoints 1 too: the damaged newer one must not push out the good ones that follow."""
-    with open(stopped / "log.txt", "a", encoding="utf-8") as file:
-        file.write("9 tra")
-    (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
-    (stopped / ".hf.part").mkdir()
-    (stopped / ".hf.part" / "config.json").write_text("{", encoding="utf-8")
+def test_a_damaged_checkpoint_is_skipped_and_named(damage, keep_checkpoints, folder, straight, stopped):
+    """With --keep-checkpoints 1 the damaged newer one must not push out the good ones that follow."""
     path = stopped / "model_00008.pt"
     content = bytearray(path.read_bytes())
     half = len(content) // 2
     content[half] ^= 1
-    path.write_bytes(content[:half] if damage == "cut to half" else content)
+    if damage == "cut to half":
+        content = content[:half]
+    path.write_bytes(content)
     printed = train(folder, stopped, keep_checkpoints=keep_checkpoints, **OPTIONS | {"checkpoint_every": 3})
     assert "warning: " in printed and "model_00008.pt cannot be read" in printed and "from step 4 to 12" in printed
     assert_same_run(stopped, straight)
     assert steps_of(stopped) == [9, 12][-keep_checkpoints:]
     assert Path(f"{stopped}.1", "model_00008.pt").exists()
+
+
+def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
+    with open(stopped / "log.txt", "a", encoding="utf-8") as file:
+        file.write("9 tra")
+    (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
+    (stopped / ".hf.part").mkdir()
+    (stopped / ".hf.part" / "config.json").write_text("{", encoding="utf-8")
+    train(folder, stopped, **OPTIONS)
+    assert_same_run(stopped, straight)
 
 
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
@@ -148,16 +173,26 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
 
 
 @pytest.mark.gpt2
-def test_a_finished_run_says_so_and_is_exported_again_unless_hf_holds_its_model(folder, straight, tmp_path):
+def test_a_finished_run_says_so_and_changes_nothing(folder, straight):
     before = listing(straight)
-    assert "is finished" in train(folder, straight, **OPTIONS) and listing(straight) == before
-    hf = shutil.copytree(straight, tmp_path / "out") / "hf"
-    export_huggingface(tiny_model(vocab_size=320), tokenizers.get_encoding("bytes"), hf, step=12)
-    before = listing(tmp_path / "out")
-    train(folder, tmp_path / "out", dry_run=True, **OPTIONS)
-    assert listing(tmp_path / "out") == before
-    train(folder, tmp_path / "out", **OPTIONS)
-    assert_same_run(tmp_path / "out", straight)
+    assert "is finished" in train(folder, straight, **OPTIONS)
+    assert listing(straight) == before
+
+
+@pytest.mark.gpt2
+def test_a_finished_run_is_exported_again_where_hf_holds_another_model(folder, straight, tmp_path):
+    out = shutil.copytree(straight, tmp_path / "out")
+    export_huggingface(tiny_model(vocab_size=320), tokenizers.get_encoding("bytes"), out / "hf", step=12)
+    before = listing(out)
+    train(folder, out, dry_run=True, **OPTIONS)
+    assert listing(out) == before
+    train(folder, out, **OPTIONS)
+    assert_same_run(out, straight)
+
+
+def test_no_resume_of_a_folder_alone_does_not_say_what_is_to_begin(straight):
+    line = refused(train_gpt2.main, "--out-dir", straight, "--no-resume")
+    assert "There is no checkpoint in" in line and "under --no-resume" in line and "its settings as well" in line
 
 
 def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path):
@@ -165,9 +200,6 @@ def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tm
     shutil.copytree(straight, tmp_path / "out")
     (tmp_path / "out" / "wandb" / "run-20261127-abc").mkdir(parents=True)
     before = listing(tmp_path / "out")
-    # the folder alone does not say what is to begin there
-    line = refused(train_gpt2.main, "--out-dir", tmp_path / "out", "--no-resume")
-    assert "There is no checkpoint in" in line and "under --no-resume" in line and "its settings as well" in line
     for number in (1, 2):
         said = train(folder, tmp_path / "out", resume=False, seed=number, **OPTIONS)
         assert f"to {tmp_path / 'out'}.{number}." in said
@@ -199,26 +231,31 @@ def test_a_run_that_is_moved_aside_in_half_is_never_continued_with_half_of_its_l
 )
 def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, first, folder, straight, tmp_path):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
-    args = [*first, *tiny_flags(folder, tmp_path / "out", **OPTIONS)]
+    out = tmp_path / "out"
+    args = [*first, *tiny_flags(folder, out, **OPTIONS)]
     [said] = run(signalled, 5, name, times, 0, args, ends=[status])
     assert "Stopped after 6 steps" in said and "Traceback" not in said
-    assert sorted(read_log(tmp_path / "out")) == list(range(6))
-    assert newest_checkpoint(tmp_path / "out")["step"] == 6
+    assert sorted(read_log(out)) == list(range(6))
+    assert newest_checkpoint(out)["step"] == 6
     [words] = printed_commands(said)
-    with open(tmp_path / "out" / "samples.txt", "a") as file:
-        file.write("a note of the user's\n")
     [said] = run(train_gpt2.main, words[2:])
-    assert "a note of the user's\n" in (tmp_path / "out" / "samples.txt").read_text()
-    assert ", from step 6 to " in said  # it does not start over
-    assert_same_run(tmp_path / "out", straight)
+    assert ", from step 6 to " in said, "it does not start over"
+    assert_same_run(out, straight)
+
+
+def test_a_line_of_the_users_in_samples_txt_stays(folder, straight, stopped):
+    path = stopped / "samples.txt"
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("a note of the user's\n")
+    train(folder, stopped, **OPTIONS)
+    assert "a note of the user's\n" in path.read_text(encoding="utf-8")
 
 
 @needs("SIGHUP")
 def test_under_nohup_a_closed_terminal_stops_nothing(folder, tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGHUP)):
         train(folder, tmp_path / "out", max_steps=2)
-    signal.signal(signal.SIGHUP, before)
     assert len(read_log(tmp_path / "out")) == 2
 
 
@@ -243,7 +280,7 @@ def test_a_second_sigint_leaves_at_once(folder, tmp_path):
     assert sorted(read_log(tmp_path / "out")) == list(range(5))
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_one_process_goes_on(folder, straight, tmp_path):
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder, straight, tmp_path):
     args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
     run(signalled, 5, "SIGTERM", 1, 1, args, ranks=2)
     assert sorted(read_log(tmp_path / "out")) == list(range(6)) and newest_checkpoint(tmp_path / "out")["step"] == 6
@@ -306,7 +343,7 @@ def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, straight, st
 
 @pytest.mark.slow
 def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
-    """torchrun --nnodes=2 twice on this devices, as on two; the losses are those of one process."""
+    """torchrun --nnodes=2 twice on this machine, as on two; the losses are those of one process."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--rdzv-id=test", "--local-addr=127.0.0.1"]
     options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     args = tiny_flags(folder, tmp_path / "two", **OPTIONS | {"batch_size": 2})
@@ -342,16 +379,29 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
     with patched(torch, "save", slow_save) as save, at_steps(after=written_late):
         train(folder, tmp_path / "slow", keep_checkpoints=9, **OPTIONS | {"val_every": 0})
     train(folder, tmp_path / "fast", keep_checkpoints=9, **OPTIONS | {"val_every": 0})
-    for name in ("model_00004.pt", "model_00008.pt", "model_00012.pt"):
-        slow, fast = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("slow", "fast"))
-        assert_same_tensors(slow["model"], fast["model"])
-        assert_same_tensors(slow["optimizer"], fast["optimizer"])
+    for step in (4, 8, 12):
+        slow = load_checkpoint(tmp_path / "slow" / f"model_{step:05d}.pt")
+        fast = load_checkpoint(tmp_path / "fast" / f"model_{step:05d}.pt")
+        for part in ("model", "optimizer"):
+            assert_same_tensors(slow[part], fast[part])
+
+
+def test_on_a_slow_disk_one_copy_waits_and_not_ever_more(folder, tmp_path):
+    """Training waits at the next checkpoint: when one is written, no later one has been copied."""
+    steps, ahead = [0], []
+
+    def slow_save(checkpoint, file):
+        time.sleep(0.1)
+        ahead.append(steps[-1] - checkpoint["step"])
+        return save(checkpoint, file)
+
+    with patched(torch, "save", slow_save) as save, at_steps(lambda step, parts: steps.append(step)):
+        train(folder, tmp_path / "out", checkpoint_every=1, val_every=0, max_steps=6)
+    assert len(ahead) == 6 and max(ahead) <= 1
 
 
 @pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
-def test_a_signal_in_an_evaluation_is_answered_at_once_and_stops_all_ranks_when_it_is_done(
-    name, stream, data, tmp_path
-):
+def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream, data, tmp_path):
     options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
     args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
     said = run(signalled_in, name, 2, 1, args, ranks=2)
@@ -362,18 +412,17 @@ def test_a_signal_in_an_evaluation_is_answered_at_once_and_stops_all_ranks_when_
     assert sorted(read_log(tmp_path / "out", stream)) == [0, 4, 8, 12]
 
 
-def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does_and_then_the_run_is_finished(
-    folder, straight, tmp_path
-):
+def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does(folder, straight, tmp_path):
     out = tmp_path / "out"
     args = tiny_flags(folder, out, **OPTIONS)
     [said] = run(signalled_in, "evaluate_val_loss", 7, 0, args)
     assert "Stopped after 12 steps" in said and not (out / "hf").exists()
     run(train_gpt2.main, args)
     assert_same_run(out, straight)
-    assert (out / "samples.txt").read_text() == (straight / "samples.txt").read_text()
+    assert samples(out) == samples(straight)
     before = listing(out)
-    assert "is finished" in run(train_gpt2.main, args)[0] and listing(out) == before
+    assert "is finished" in run(train_gpt2.main, args)[0]
+    assert listing(out) == before
 
 
 def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_checkpoint_before(folder, tmp_path):
