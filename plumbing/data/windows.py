@@ -1,4 +1,4 @@
-"""Windows: what a run reads of shards, and the order in which it reads them."""
+"""Windows: the sequences that a run reads from shards, and the order in which it reads them."""
 
 import os
 import re
@@ -14,14 +14,15 @@ from plumbing.cli.console import UserError
 from plumbing.data import shards, tokenizers
 from plumbing.files import Name
 
-AT_A_TIME = 8  # windows that are read at once
+READERS = 8  # threads, because a disk behind a network may take long to answer
 
 
 class Windows:
     """A split's windows of T tokens, at multiples of T within a shard; up to T tokens at a shard's end are dropped."""
 
     def __init__(self, folder: Name, split: str, T: int):
-        self.folder, self.T = folder, T
+        self.folder = folder
+        self.T = T
         self.shards = shards.open_shards(folder, split)
         self.masks = shards.open_masks(self.shards)  # empty if every token is a target
         self.fingerprint = self.fingerprint_now()
@@ -34,88 +35,96 @@ class Windows:
         """A hash of samples of the files as they are on the disk at this moment."""
         return shards.fingerprint([shard.path for shard in self.shards])
 
-    def place(self, number: int) -> tuple[int, int]:
+    def locate(self, number: int) -> tuple[int, int]:
         """(index of the shard, offset of the first token) of a window."""
-        i = int(np.searchsorted(self.first, number, side="right")) - 1
-        return i, (number - int(self.first[i])) * self.T
+        shard = int(np.searchsorted(self.first, number, side="right")) - 1
+        return shard, (number - int(self.first[shard])) * self.T
 
     def describe(self, number: int) -> str:
         """Where a window is, in words."""
-        i, offset = self.place(number)
-        return f"{self.shards[i].path.name} token {offset}"
+        shard, offset = self.locate(number)
+        return f"{self.shards[shard].path.name} token {offset}"
 
     def count_targets(self, number: int) -> int:
-        """How many of a window's T targets are not left out by the mask."""
-        i, offset = self.place(number)
-        return int(np.count_nonzero(self.masks[i].read(offset + 1, self.T))) if self.masks else self.T
+        """How many of a window's T targets the mask keeps."""
+        if not self.masks:
+            return self.T
+        shard, offset = self.locate(number)
+        mask = self.masks[shard].read(offset + 1, self.T)
+        return int(np.count_nonzero(mask))
 
-    def read(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """A window's tokens (T + 1,) and, if the split has masks, their mask."""
-        i, offset = self.place(number)
-        mask = self.masks[i].read(offset, self.T + 1) if self.masks else None
-        return self.shards[i].read(offset, self.T + 1), mask
+    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """A window's tokens (T + 1,) and their mask, of ones if the split has none."""
+        shard, offset = self.locate(number)
+        tokens = self.shards[shard].read(offset, self.T + 1)
+        if not self.masks:
+            return tokens, np.ones(self.T + 1, np.uint8)
+        return tokens, self.masks[shard].read(offset, self.T + 1)
 
 
 class Order:
-    """The windows of one or several folders in the order that DataLoaderLite describes: it is computed, not stored."""
+    """The windows of one or several folders in the order that DataLoaderLite describes. It is computed, not stored."""
 
     def __init__(
         self, folders: Name | Sequence[Name], split: str, T: int, *, weights: Sequence[float], seed: int, shuffle: bool
     ):  # fmt: skip
-        folders = [folders] if isinstance(folders, (str, os.PathLike)) else folders
-        self.T, self.seed, self.shuffle = T, seed, shuffle
-        self.weights = [weight for weight in weights if weight]  # what has none is not read
-        self.splits = [
-            Windows(folder, split, T) for i, folder in enumerate(folders) if not weights or weights[i]
-        ]
+        if isinstance(folders, (str, os.PathLike)):
+            folders = [folders]
+        if weights:  # a folder of weight 0 is not read
+            folders = [folder for folder, weight in zip(folders, weights) if weight]
+        self.T = T
+        self.seed = seed
+        self.shuffle = shuffle
+        self.weights = [weight for weight in weights if weight]
+        self.splits = [Windows(folder, split, T) for folder in folders]
+        self.has_masks = any(windows.masks for windows in self.splits)
         self.fingerprint = " ".join(windows.fingerprint for windows in self.splits)
         sizes = [windows.num_windows for windows in self.splits]
-        self.num_windows, self.first = sum(sizes), np.cumsum([0, *sizes])  # numbered through all folders
+        self.num_windows = sum(sizes)
+        self.first = np.cumsum([0, *sizes])  # windows are numbered through all folders
         shares = self.weights or sizes
         self.shares = [share / sum(shares) for share in shares]
-        # a disk behind a network may take long to answer: windows are read several at a time
-        self.pool = ThreadPoolExecutor(AT_A_TIME)
+        self.pool = ThreadPoolExecutor(READERS)
 
-    def shuffle_epochs(self, places: np.ndarray, num_windows: int, *folder: int) -> np.ndarray:
-        """The windows at these places of epoch after epoch of num_windows: a permutation by seed, epoch and folder."""
-        epochs, numbers = np.divmod(places, num_windows)
-        for epoch in np.unique(epochs) if self.shuffle else ():
+    def shuffle_epochs(self, positions: np.ndarray, num_windows: int, *folder: int) -> np.ndarray:
+        """The windows at positions in epoch after epoch of num_windows: a permutation by seed, epoch and folder."""
+        epochs, numbers = np.divmod(positions, num_windows)
+        if not self.shuffle:
+            return numbers
+        for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch
-            numbers[in_epoch] = permute(numbers[in_epoch], num_windows, [self.seed, int(epoch), *folder])
+            numbers[in_epoch] = permute(numbers[in_epoch], num_windows, [self.seed, epoch, *folder])
         return numbers
 
     def locate(self, positions: np.ndarray) -> list[tuple[Windows, int]]:
         """[(a folder's split, number of a window in it)] at these positions of the order."""
-        if not self.weights:
+        if self.weights:
+            folders, numbers = mix(positions, self.weights)
+            for folder in np.unique(folders).tolist():
+                chosen = folders == folder
+                size = self.splits[folder].num_windows
+                numbers[chosen] = self.shuffle_epochs(numbers[chosen], size, folder)
+        else:
             numbers = self.shuffle_epochs(positions, self.num_windows)
             folders = np.searchsorted(self.first, numbers, side="right") - 1
             numbers -= self.first[folders]
-        else:
-            folders, numbers = mix(positions, self.weights)
-            for folder in np.unique(folders).tolist():
-                of_it, size = folders == folder, self.splits[folder].num_windows
-                numbers[of_it] = self.shuffle_epochs(numbers[of_it], size, folder)
-        return [(self.splits[folder], number) for folder, number in zip(folders.tolist(), numbers.tolist())]
+        splits = [self.splits[folder] for folder in folders]
+        return list(zip(splits, numbers.tolist()))
 
     def read(self, positions: np.ndarray) -> list[np.ndarray]:
         """[tokens (n, T + 1)] at n positions and, if one of the splits has masks, [their mask], of ones elsewhere."""
         windows = self.locate(positions)
-        parts = [windows[i::AT_A_TIME] for i in range(min(AT_A_TIME, len(windows)))]
-        rows: list[Any] = [None] * len(windows)
-        for i, part in enumerate(self.pool.map(lambda part: [split.read(n) for split, n in part], parts)):
-            rows[i::AT_A_TIME] = part
-        tokens = np.stack([row for row, _ in rows])
-        if not self.has_masks:
-            return [tokens]
-        ones = np.ones(tokens.shape[1], np.uint8)
-        return [tokens, np.stack([ones if mask is None else mask for _, mask in rows])]
-
-    @property
-    def has_masks(self) -> bool:
-        return any(split.masks for split in self.splits)
+        # a thread for every READERS-th window
+        groups = [windows[first::READERS] for first in range(min(READERS, len(windows)))]
+        tokens = np.empty((len(windows), self.T + 1), np.uint16)
+        masks = np.empty(tokens.shape, np.uint8)
+        for first, rows in enumerate(self.pool.map(read_windows, groups)):
+            tokens[first::READERS] = [ids for ids, _ in rows]
+            masks[first::READERS] = [mask for _, mask in rows]
+        return [tokens, masks] if self.has_masks else [tokens]
 
     def count_targets(self, positions: np.ndarray) -> int:
-        """The targets in the windows at these positions: T in each, less what masks leave out."""
+        """The targets in the windows at these positions: T in each, without those that masks leave out."""
         if not self.has_masks:
             return len(positions) * self.T
         return sum(split.count_targets(number) for split, number in self.locate(positions))
@@ -125,40 +134,50 @@ class Order:
         return ", ".join(split.describe(number) for split, number in self.locate(positions))
 
     def settings(self) -> dict[str, Any]:
-        """What fixes the order."""
-        data = {"training data": self.fingerprint, "data_weights": self.weights}
-        return data | {"sequence_length": self.T, "seed": self.seed, "shuffle": self.shuffle}
+        """The settings that determine the order."""
+        return {
+            "training data": self.fingerprint,
+            "data_weights": self.weights,
+            "sequence_length": self.T,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+
+def read_windows(windows: Sequence[tuple[Windows, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [split.read(number) for split, number in windows]
 
 
 def stream_names(folders: Sequence[Name]) -> list[str]:
     """A short name for each folder, for log.txt: the last part of its path or, where two have the same, more of it."""
-    paths = [Path(os.path.abspath(folder)) for folder in folders]
-    names = ["/".join(path.parts[-1:]) for path in paths]
-    for number, path in enumerate(paths):
-        parts = 1
-        while sum(other.parts[-parts:] == path.parts[-parts:] for other in paths) > 1 and parts < len(
-            path.parts
-        ):
-            parts += 1
-        names[number] = "-".join(path.parts[-parts:])
-    names = [re.sub(r"[^A-Za-z0-9_.-]", "_", name) for name in names]
+    paths = [Path(os.path.abspath(folder)).parts for folder in folders]
+    names = [re.sub(r"[^A-Za-z0-9_.-]", "_", distinct_end(path, paths)) for path in paths]
     while len(set(names)) < len(names):
         names = [f"{name}.{i}" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
     return names
 
 
-def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
-    """The tokenizer of the data of a run, whose TrainConfig this is; None in a dry run, if there are none yet.
+def distinct_end(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:
+    """The fewest last parts of a path that no other path ends in; all parts if it is there twice."""
+    for count in range(1, len(path)):
+        ends = [other[-count:] for other in paths]
+        if ends.count(path[-count:]) == 1:
+            return "-".join(path[-count:])
+    return "-".join(path)
 
-    UserError, with the remedy, if a folder lacks a split that is read of it, or has another tokenizer.
+
+def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
+    """The tokenizer of a run's data (`config` is its TrainConfig). None in a dry run that has no data yet.
+
+    UserError, with the remedy, if a folder lacks a split that is read, or has another tokenizer.
     """
-    names = [path.name for folder in config.data for path in Path(folder).glob("*")]
-    if config.dry_run and not any(map(shards.split_of, names)):
+    files = [path.name for folder in config.data for path in Path(folder).glob("*")]
+    if config.dry_run and not any(map(shards.split_of, files)):
         return None
+    weights = config.data_weights or [1] * len(config.data)
     encs = []
-    for i, folder in enumerate(config.data):
-        # an evaluation needs no training data, and a share of 0 is not trained on
-        if config.max_steps and (not config.data_weights or config.data_weights[i]):
+    for folder, weight in zip(config.data, weights):
+        if config.max_steps and weight:  # otherwise it is only validated on
             shards.find_shards(folder, "train")
         shards.find_shards(folder, "val")
         encs.append(tokenizers.folder_encoding(folder))
@@ -171,21 +190,22 @@ def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
 
 
 def mix(positions: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """(which of the folders, how many windows of it came before) at each of these positions of a mixture.
+    """For each position in a mixture: (index of its folder, how many of that folder's windows come before).
 
     The weights are the folders' shares. Each position belongs to the folder whose rounded share of all positions up to
-    it grows there, so that every stretch of the order has the exact shares but for a window or two.
+    it grows there, so every stretch of the order has the exact shares except for a window or two.
     """
     before = shares_of(positions, weights)
-    which = (shares_of(positions + 1, weights) - before).argmax(0)
-    return which, before[which, np.arange(len(positions))]
+    folders = (shares_of(positions + 1, weights) - before).argmax(0)
+    return folders, before[folders, np.arange(len(positions))]
 
 
 def shares_of(n: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """How many of the first n positions each folder has (folders, len(n)): rounded, so that they still add up to n."""
-    shares, left = [], n
+    """How many of the first n positions each folder has (folders, len(n)): rounded, so that they add up to n."""
+    shares = []
+    left = n
     for i, weight in enumerate(weights):
-        # of what the folders before it have left, its part of the weights that are left
+        # its part of what the folders before it have left
         part = min(1.0, weight / sum(weights[i:])) if weight else 0.0
         shares.append(np.floor(left * part + 0.5).astype(np.int64))
         left = left - shares[-1]
@@ -195,8 +215,8 @@ def shares_of(n: np.ndarray, weights: Sequence[float]) -> np.ndarray:
 def permute(index: np.ndarray, n: int, seed: list[int]) -> np.ndarray:
     """Apply a pseudorandom permutation of range(n), which depends on `seed`, to each element of the array `index`.
 
-    It is computed, not stored: a Feistel network (Luby and Rackoff 1988) permutes range(4**half), which holds range(n);
-    values outside range(n) are permuted again until they are inside (cycle walking).
+    It is computed, not stored. A Feistel network (Luby and Rackoff 1988) permutes range(4**half), which contains
+    range(n). Values outside range(n) are permuted again until they are inside (cycle walking).
     """
     keys = np.random.SeedSequence(seed).generate_state(4, np.uint64)  # one per round
     half = max(1, ((n - 1).bit_length() + 1) // 2)
