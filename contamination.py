@@ -3,15 +3,15 @@
     python contamination.py --data edu_fineweb10B
     python contamination.py --data books --eval examples.jsonl
 
-The shards of a folder are searched for 13-grams of tokens from HellaSwag's examples (the context with each
-of its endings), by hashes of 64 bits. Memory does not grow with the corpus.
+This searches the shards of a folder for runs of 13 tokens from HellaSwag's examples (the context with each of
+its endings), by hashes of 64 bits. Memory does not grow with the corpus.
 """
 
 import os
 import sys
 from dataclasses import dataclass
 
-sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+sys.path.append(os.path.dirname(__file__))  # python -P and -I leave this folder out
 
 from plumbing.cli import console, flags
 
@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -35,13 +36,13 @@ from tqdm import tqdm
 from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
 from plumbing.data.readers import read_records
-from plumbing.data.shards import check_meta, open_shard, split_of
+from plumbing.data.shards import Shard, check_meta, open_shard, split_of
 from plumbing.system.limits import num_cores
 
 NGRAM = 13  # length in tokens of an overlap that counts; GPT-3's contamination study takes 13 words
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
 TABLE_BITS = 27  # 128 MB of flags: with a million n-grams, 1 token in 100 passes and is looked up
-BLOCK = 2**17  # tokens that a core searches at a time: few enough for its cache
+BLOCK = 2**17  # tokens that a core searches at a time. They fit its cache
 
 
 def read_examples(path, enc):
@@ -63,7 +64,7 @@ def read_examples(path, enc):
 
 def ngram_hashes(tokens):
     """(n,) uint16 -> (n - NGRAM + 1,) uint64: the hash of the n-gram at each position, a polynomial."""
-    tokens = tokens.astype(np.uint64) + 1  # otherwise leading zeros would not affect the hash
+    tokens = tokens.astype(np.uint64) + 1  # without it, leading zeros would not affect the hash
     hashes = tokens[: max(0, len(tokens) - NGRAM + 1)].copy()
     for i in range(1, NGRAM):
         hashes *= np.uint64(HASH_MULTIPLIER)  # wraps around
@@ -75,10 +76,21 @@ def first_bits(hashes):
     return hashes >> np.uint64(64 - TABLE_BITS)
 
 
-def search(shard, following, wanted, table):
+class Overlap(NamedTuple):
+    """A stretch of tokens that an example shares with the shards."""
+
+    length: int
+    shard: Shard
+    position: int  # in the shard, of its first n-gram
+    tokens: np.ndarray
+
+
+def search(
+    shard: Shard, following: Shard | None, *, wanted: set[int], table: np.ndarray
+) -> dict[int, tuple[Shard, int]]:
     """{hash: (shard, position)} of the `wanted` n-grams that begin in a shard; they may end in the `following` one.
 
-    table: whether one of the wanted hashes begins with these TABLE_BITS, which lets few others pass.
+    table: whether a wanted hash begins with these TABLE_BITS. It lets few others pass.
     """
     found = {}
     length = BLOCK + NGRAM - 1
@@ -95,24 +107,26 @@ def search(shard, following, wanted, table):
 
 
 def longest_overlaps(examples, found):
-    """{line number: (length, shard, position, tokens)} of each example's longest stretch of n-grams in `found`."""
+    """{line number: Overlap} of each example's longest stretch of n-grams in `found`."""
     longest = {}
     for number, tokens in examples:
         ngrams = ngram_hashes(tokens).tolist()
         start = 0  # of the present stretch
         for i, ngram in enumerate(ngrams):
+            length = i + NGRAM - start
             if ngram not in found:
                 start = i + 1
-            elif i + NGRAM - start > longest.get(number, [0])[0]:
-                longest[number] = i + NGRAM - start, *found[ngrams[start]], tokens[start : i + NGRAM]
+            elif number not in longest or length > longest[number].length:
+                shard, position = found[ngrams[start]]
+                longest[number] = Overlap(length, shard, position, tokens=tokens[start : i + NGRAM])
     return longest
 
 
 def report(folder, path):
     """Print which examples in `path` occur in the shards in `folder`. Returns {line number: longest overlap}."""
-    paths = sorted(Path(folder).glob("*"))
-    # in the order of their text
-    shards = [open_shard(path) for split in ("val", "train") for path in paths if split_of(path.name) == split]
+    splits = {"val": 0, "train": 1}  # in the order of their text
+    paths = [path for path in sorted(Path(folder).glob("*")) if split_of(path.name)]
+    shards = [open_shard(path) for path in sorted(paths, key=lambda path: splits[split_of(path.name)])]
     if not shards:
         raise UserError(
             f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."
@@ -128,25 +142,26 @@ def report(folder, path):
     print(f"{path}: {num_examples:,} examples")
     print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
-        print(f"note: {NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
+        console.note(f"{NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
     hashes = np.concatenate([ngram_hashes(tokens) for _, tokens in examples])
-    table, found = np.zeros(2**TABLE_BITS, bool), {}
+    table = np.zeros(2**TABLE_BITS, bool)
     table[first_bits(hashes)] = True
-    find = functools.partial(search, wanted=set(hashes.tolist()), table=table)
+    search_shard = functools.partial(search, wanted=set(hashes.tolist()), table=table)
+    found = {}
     with ThreadPoolExecutor(num_cores()) as executor:
-        results = executor.map(find, shards, [*shards[1:], None])
-        for result in tqdm(results, total=len(shards), unit="shard", desc=console.plain(folder), delay=0.5):
+        results = executor.map(search_shard, shards, [*shards[1:], None])
+        title = console.plain(folder)
+        for result in tqdm(results, total=len(shards), unit="shard", desc=title, delay=0.5):
             found = result | found  # the first place counts
     longest = longest_overlaps(examples, found)
-    lengths = {number: overlap[0] for number, overlap in longest.items()}
     share = len(longest) / num_examples
     print(f"{len(longest)} of {num_examples} examples ({share:.2%}) share {NGRAM} or more tokens in a row")
-    for number in sorted(lengths, key=lambda number: lengths[number], reverse=True)[:10]:
-        length, shard, position, tokens = longest[number]
-        text = enc.decode(tokens)[:150]
-        place = f"{shard.path.name} at {position:,}"
-        print(f"  line {number}: {length} tokens, the first {NGRAM} of them in {place}: {text!r}")
-    return lengths
+    for number in sorted(longest, key=lambda number: longest[number].length, reverse=True)[:10]:
+        overlap = longest[number]
+        text = enc.decode(overlap.tokens)[:150]
+        place = f"{overlap.shard.path.name} at {overlap.position:,}"
+        print(f"  line {number}: {overlap.length} tokens, the first {NGRAM} of them in {place}: {text!r}")
+    return {number: overlap.length for number, overlap in longest.items()}
 
 
 def main(args=None):

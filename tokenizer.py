@@ -2,22 +2,22 @@
 
     enc = get_encoding("gpt2")         # OpenAI's 50,257 ids, downloaded once
     enc = get_encoding("bytes")        # 256 bytes and <|endoftext|>; no network
-    enc = get_encoding("my.tiktoken")  # trained with the commands below
-    enc = get_encoding("gpt2+chat")    # any of them, with a chat's role markers
+    enc = get_encoding("my.tiktoken")  # trained with the command below
+    enc = get_encoding("gpt2+chat")    # any of them with the role markers of a chat
 
 Train your own byte-level BPE for fineweb.py and smoltalk.py:
 
     python tokenizer.py --input docs --vocab-size 32768 --out my.tiktoken
 
-`my.tiktoken` is in tiktoken's own format, a `base64-of-the-token rank` line per token. That format has no
-place for the name, the pre-tokenization pattern and the special tokens: these are in `my.tiktoken.json`.
+`my.tiktoken` is in tiktoken's format, a `base64-of-the-token rank` line per token. That format has no place
+for the name, the pre-tokenization pattern and the special tokens: they are in `my.tiktoken.json`.
 """
 
 import os
 import sys
 from dataclasses import dataclass
 
-sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+sys.path.append(os.path.dirname(__file__))  # python -P and -I leave this folder out
 
 from plumbing.cli import console, flags
 
@@ -25,7 +25,7 @@ from plumbing.cli import console, flags
 @dataclass
 class Options:
     input: tuple[str, ...] = ()  # files, folders or globs to learn from, as fineweb.py takes them
-    # the .tiktoken file to write; the pattern and the special token go to the same name with .json added
+    # the .tiktoken file to write; the pattern and the special token go into a second file, with .json added
     out: str = ""
     vocab_size: int = 32768  # ids in all, <|endoftext|> included; 257 to 65536
     text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
@@ -78,7 +78,7 @@ def train(texts, vocab_size, name="tokenizer"):
 
 
 def read_texts(patterns, text_column):
-    """Yield the texts of all inputs that match `patterns`, but for empty ones. Raises UserError if all are."""
+    """Yield the texts of all inputs that match `patterns`, without empty ones. Raises UserError if all are empty."""
     columns = text_column.split(",")
     counts = readers.Counts()
     is_empty = True
@@ -97,11 +97,14 @@ def read_texts(patterns, text_column):
 
 def check_options(options):
     """Raise one UserError listing everything that is wrong with the flags."""
-    complaints, out = [], options.out
+    complaints = []
+    out = options.out
     if not options.input:
         complaints.append("--input is missing. Give the files to learn from.")
     is_name = out.endswith(".tiktoken") and out.isprintable()
-    if not is_name or not os.access(os.path.dirname(out) or ".", os.W_OK):
+    if not out:
+        complaints.append("--out is missing. Name the .tiktoken file to write.")
+    elif not is_name or not os.access(os.path.dirname(out) or ".", os.W_OK):
         complaints.append(
             f"--out is {out!r}, but it must be a new .tiktoken file in a folder that can be written to."
         )

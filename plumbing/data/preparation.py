@@ -36,7 +36,7 @@ from plumbing.data import downloads, hub, inputs, shards, tokenizers
 from plumbing.data.inputs import Source
 from plumbing.data.options import DataOptions
 from plumbing.data.readers import COLUMN_ADVICE, Counts, Row, Unusable, explain, read_rows
-from plumbing.data.shards import Meta, read_meta, split_of
+from plumbing.data.shards import Meta, read_meta
 from plumbing.files import atomic_write, lock_folder, remove_folder
 from plumbing.system.limits import num_cores
 
@@ -166,9 +166,8 @@ def existing_meta(folder: str, new: Meta) -> Meta:
     Files that were not read to their end may have been fixed, but not at their beginning.
     """
     old = read_meta(folder)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    has_shards = any(map(split_of, names))
-    if "sources" not in old.made_from and ("meta.json" in names or has_shards):
+    has_shards = shards.has_shards(folder)
+    if "sources" not in old.made_from and (has_shards or Path(folder, "meta.json").exists()):
         raise UserError(
             f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
         )

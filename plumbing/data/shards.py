@@ -1,14 +1,15 @@
 """Token shards: the one reader of the format, and of the meta.json that describes a folder of them.
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. The numbers begin
-with 0 for validation and with 1 for training. A mask lies next to its shard, with the suffix .mask: uint8, 1 where a
-token counts as a target. The .bin shards of llm.c and modded-nanogpt are read, too (a header of 256 int32: 20240520,
-version 1, number of tokens; then uint16), also without a number in the name (tiny_shakespeare_train.bin).
+with 0 for validation and with 1 for training. A mask is next to its shard, with the suffix .mask: uint8, 1 where a
+token counts as a target. The .bin shards of llm.c and modded-nanogpt can also be read (a header of 256 int32: 20240520,
+version 1, number of tokens; then uint16), even without a number in the name (tiny_shakespeare_train.bin).
 """
 
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import re
 import sys
@@ -58,33 +59,38 @@ class Shard:
 
 
 def open_shards(folder, split):
-    """A split's shards. The MAX_OPEN files that were read last stay open: opening one may take as long as a step."""
+    """A split's shards. The MAX_OPEN most recently read files stay open: opening one may take as long as a step."""
     keep_open = functools.lru_cache(MAX_OPEN)(open_regular)
     return [open_shard(path, keep_open) for path in find_shards(folder, split)]
 
 
 def open_masks(shards):
-    """The masks next to a split's shards; an empty list if meta.json tells of none and none is in the folder.
+    """The masks next to a split's shards; an empty list if meta.json mentions none and none is in the folder.
 
     UserError if one is missing, damaged or of another length than its shard.
     """
     folders = {shard.path.parent for shard in shards}
     if not any(read_meta(folder).masks or any(folder.glob("*.mask")) for folder in folders):
         return []
-    return [open_shard(each.path.with_suffix(".mask"), each.open_file, np.uint8, len(each)) for each in shards]
+    masks = []
+    for shard in shards:
+        path = shard.path.with_suffix(".mask")
+        masks.append(open_shard(path, shard.open_file, dtype=np.uint8, length=len(shard)))
+    return masks
 
 
 def open_shard(
-    path: Name, open_file: Any = open_regular, dtype: type = np.uint16, length: int | None = None
+    path: Name, open_file: Any = open_regular, *, dtype: type = np.uint16, length: int | None = None
 ) -> Shard:
     """The shard at `path`, or a mask as long as its shard; UserError unless its header, type and size are right."""
     path = Path(path)
+    read_header = read_bin_header if path.suffix == ".bin" else read_npy_header
     try:
         with named_errors(path):
-            found, shape, offset = open_bin(path) if path.suffix == ".bin" else open_npy(path)
-        if found != dtype or len(shape) != 1 or length not in (None, *shape):
+            actual_dtype, shape, offset = read_header(path)
+        if actual_dtype != dtype or len(shape) != 1 or length not in (None, *shape):
             raise ValueError(
-                f"it holds {found} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)"
+                f"it holds {actual_dtype} of shape {shape}, not {dtype.__name__} of shape ({length or 'n'},)"
             )
     except (ValueError, FileNotFoundError) as error:
         reason = console.first_line(error)
@@ -94,8 +100,8 @@ def open_shard(
     return Shard(path, dtype, shape[0], offset, open_file)
 
 
-def open_npy(path):
-    """(dtype, shape, offset of the data in bytes) of a file as np.save writes it; ValueError unless it is whole."""
+def read_npy_header(path):
+    """(dtype, shape, offset of the data in bytes) of a file that np.save wrote; ValueError unless it is whole."""
     open_regular(path).close()
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -106,7 +112,7 @@ def open_npy(path):
         raise ValueError(console.first_line(error)) from None
 
 
-def open_bin(path):
+def read_bin_header(path):
     """(dtype, shape, offset of the data in bytes) of a shard with llm.c's header; UserError unless it is whole."""
     with open_regular(path) as file:
         start = np.fromfile(file, np.int32, 3).tolist()
@@ -143,10 +149,17 @@ OWN_FOLDERS = {
 
 def command_for(folder):
     """The command that makes shards of the documents at `folder` or, if there is nothing, shards in it."""
-    flags = [("--input", folder)] if os.path.exists(folder) else [("--input", "FILES"), ("--out-dir", folder)]
-    made_from = " ".join(map(console.quote_group, flags))
-    own = f"python fineweb.py {made_from} (for conversations: python smoltalk.py {made_from})"
-    return OWN_FOLDERS.get(str(folder), own)
+    if str(folder) in OWN_FOLDERS:
+        return OWN_FOLDERS[str(folder)]
+    flags = [("--input", "FILES"), ("--out-dir", folder)]
+    if os.path.exists(folder):
+        flags = [("--input", folder)]
+    typed = " ".join(map(console.quote_group, flags))
+    return f"python fineweb.py {typed} (for conversations: python smoltalk.py {typed})"
+
+
+def has_shards(folder):
+    return os.path.isdir(folder) and any(map(split_of, os.listdir(folder)))
 
 
 def split_of(name):
@@ -174,17 +187,17 @@ def fingerprint(paths):
 
 def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: int) -> None:
     """Raise UserError if `num_windows` windows of T tokens have fewer than `at_least` tokens."""
-    found = num_windows * T
-    if found < at_least:
+    num_tokens = num_windows * T
+    if num_tokens < at_least:
         raise UserError(
-            f"The {split} shards in {folder} hold only {found:,} tokens in whole sequences of {T}, but {at_least:,} are"
-            " needed. Add shards, or lower --sequence-length or --total-batch-size."
+            f"The {split} shards in {folder} hold only {num_tokens:,} tokens in whole sequences of {T}, but "
+            f"{at_least:,} are needed. Add shards, or lower --sequence-length or --total-batch-size."
         )
 
 
 def check_folder(folder: Name, splits: list[Any], enc: Any) -> None:
     """UserError unless the shards of these splits are those in meta.json, with ids of `enc` and valid masks."""
-    shards = [shard for split in splits for shard in split.shards]
+    shards = list(itertools.chain.from_iterable(split.shards for split in splits))
     largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
     if largest >= enc.n_vocab:
         raise UserError(
@@ -198,12 +211,11 @@ def check_folder(folder: Name, splits: list[Any], enc: Any) -> None:
 
 def find_largest(arrays, count=sys.maxsize):
     """(largest entry, path) of the array with the largest one among its first `count` entries."""
-    largest = [(int(array.read(0, count).max(initial=0)), array.path) for array in arrays]
-    return max(largest)
+    return max((int(array.read(0, count).max(initial=0)), array.path) for array in arrays)
 
 
 def check_masks(masks):
-    """Raise UserError unless a split's masks, if any, are all 0 or 1, and 1 somewhere: half a second for SmolTalk."""
+    """Raise UserError unless a split's masks, if any, are all 0 or 1, and 1 somewhere. For SmolTalk it takes 0.5 s."""
     if not masks:
         return
     largest, path = find_largest(masks)
@@ -220,14 +232,14 @@ def check_meta(folder, shards):
         raise UserError(
             f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
         )
-    found = {shard.path.name: len(shard) for shard in shards}
-    splits = set(map(split_of, found))  # of a folder that is only validated on, these are not all
+    on_disk = {shard.path.name: len(shard) for shard in shards}
+    splits = set(map(split_of, on_disk))  # a folder that is only validated on may have more
     listed = {name: length for name, length in meta.shards.items() if split_of(name) in splits}
-    if listed and listed != found:
-        name = min(dict(listed.items() ^ found.items()))
-        then, now = listed.get(name, 0), found.get(name, 0)
+    if listed and listed != on_disk:
+        name = min(dict(listed.items() ^ on_disk.items()))
         raise UserError(
-            f"{folder} has changed: {name} has {then:,} tokens in meta.json and {now:,} on disk. Make the shards again."
+            f"{folder} has changed: {name} has {listed.get(name, 0):,} tokens in meta.json and "
+            f"{on_disk.get(name, 0):,} on disk. Make the shards again."
         )
 
 
@@ -236,7 +248,7 @@ def check_meta(folder, shards):
 
 @dataclass
 class Meta:
-    """What meta.json says of a folder of shards; one made by hand may only have a tokenizer."""
+    """The contents of a folder's meta.json. One made by hand may only have a tokenizer."""
 
     dataset: str = ""
     tokenizer: str | None = None
@@ -247,8 +259,8 @@ class Meta:
     complete: bool = True
     masks: bool = False  # whether each shard has one
     rows_left_out: int = 0
-    left_out: list[str] = field(default_factory=list)  # a sentence about each of the first three of them
-    # the settings that were given, and as "sources" the name, size and digest of each file
+    left_out: list[str] = field(default_factory=list)  # sentences about the first three of them
+    # the settings, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the last shard of a run of rows, its End
     asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
@@ -292,7 +304,7 @@ def damage_named(folder: Name) -> Iterator[None]:
 
 
 def origin(folder: Name) -> str:
-    """What the shards in a folder were made from: data set, config, split, commit; "" if nothing says so."""
+    """The data set, config, split and commit from which the shards in a folder were made; "" if nothing says so."""
     meta = read_meta(folder)
-    words = [meta.dataset, *(meta.made_from.get(key) for key in ("config", "split", "revision"))]
-    return ", ".join(filter(None, words))
+    words = [meta.made_from.get(key) for key in ("config", "split", "revision")]
+    return ", ".join(filter(None, [meta.dataset, *words]))

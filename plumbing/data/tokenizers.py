@@ -1,7 +1,7 @@
 """Tokenizers: GPT-2's, plain bytes, or one trained with tokenizer.py. Each is a `tiktoken.Encoding`.
 
-A `.tiktoken` file is in tiktoken's own format, a `base64-of-the-token rank` line per token. That has no place for the
-name, the pre-tokenization pattern and the special tokens: these are in a file of the same name with .json added.
+A `.tiktoken` file is in tiktoken's format, a `base64-of-the-token rank` line per token. That has no place for the name,
+the pre-tokenization pattern and the special tokens: they are in a second file, with .json added to the name.
 """
 
 import base64
@@ -79,8 +79,8 @@ def folder_encoding(folder):
     recorded = shards.read_meta(folder).tokenizer
     name = recorded or "gpt2"
     base = name.removesuffix("+chat")
-    is_here = path.exists() or base not in ("gpt2", "bytes")
-    enc = get_encoding(path if is_here else base)
+    is_built_in = base in ("gpt2", "bytes") and not path.exists()
+    enc = get_encoding(base if is_built_in else path)
     if recorded and enc.name != base:
         raise UserError(
             f"{path} holds tokenizer {enc.name}, but the meta.json beside it names {base}. Make the shards again in a "
@@ -142,24 +142,28 @@ def dumps(enc):
     return "\n".join([json.dumps(header), *lines]) + "\n"
 
 
-@functools.lru_cache(2)  # a run's folders have the same one, and are asked for it more than once
+@functools.lru_cache(2)  # a run reads the same one several times
 def loads(text):
     """Return the tokenizer in `text` (see `dumps`). Raises ValueError if it is damaged.
 
-    Its name is printed in many places, so it must not hold a terminal's control characters.
+    Its name is printed in many places, so it must not hold control characters that a terminal obeys.
     """
     try:
         header, *lines = text.splitlines()
-        fields, ranks = json.loads(header), {}
+        fields = json.loads(header)
+        ranks = {}
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-        name, pattern, special_tokens = (fields[key] for key in ("name", "pat_str", "special_tokens"))
+        name = fields["name"]
+        special_tokens = fields["special_tokens"]
         ids = sorted([*ranks.values(), *special_tokens.values()])
         has_bytes = all(bytes([i]) in ranks for i in range(256))
         if ids != list(range(len(ids))) or not has_bytes or EOT not in special_tokens:
             raise ValueError(f"its {len(ids)} ids must count up from 0 and include all 256 bytes and {EOT}")
-        enc = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        enc = tiktoken.Encoding(
+            name, pat_str=fields["pat_str"], mergeable_ranks=ranks, special_tokens=special_tokens
+        )
         if not name.isprintable() or enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
             raise ValueError("its name cannot be printed, or its pattern skips a part of the text")
         return enc
@@ -168,7 +172,7 @@ def loads(text):
 
 
 def whole_characters(text):
-    """The text with lone halves of surrogate pairs, which JSON can hold, replaced as tiktoken's `encode` does it."""
+    """The text with lone halves of surrogate pairs, which JSON can hold, replaced as tiktoken's `encode` does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -205,25 +209,28 @@ def render_conversation(
     `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it,
     unless the message has "weight": 0.
     """
-    ids, mask, stop = [enc.eot_token], [0], 0
+    ids = [enc.eot_token]
+    mask = [0]
+    stop = 0
     end = enc.encode_single_token("<|end|>")
     for message in messages:
         is_answer = message["role"] == "assistant"
+        is_target = is_answer and message.get("weight") != 0
         body = [*encode_text(enc, message["content"]).tolist(), end]
         ids += [enc.encode_single_token(f"<|{message['role']}|>"), *body]
-        mask += [0] + [int(is_answer and message.get("weight") != 0)] * len(body)
+        mask += [0] + [int(is_target)] * len(body)
         if is_answer and len(ids) <= max_length:
             stop = len(ids)
     return ids, mask, stop
 
 
 def render_question(messages: list[dict[str, str]], enc: tiktoken.Encoding) -> list[int]:
-    """The ids of a conversation, up to where the assistant answers."""
+    """The ids of a conversation up to the assistant's next answer."""
     return render_conversation(messages, enc)[0] + [enc.encode_single_token("<|assistant|>")]
 
 
 def render_prompt(text: str, enc: tiktoken.Encoding) -> tuple[str, list[int]]:
-    """(what is shown, its ids) of a text to continue or, with role markers, of a question to answer."""
+    """(text as it is shown, its ids) of a text to continue or, with role markers, of a question to answer."""
     if not has_chat_tokens(enc):
         return text, enc.encode_ordinary(text) or [enc.eot_token]
     ids = render_question([{"role": "user", "content": text}], enc)

@@ -171,8 +171,7 @@ def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
 
     UserError, with the remedy, if a folder lacks a split that is read, or has another tokenizer.
     """
-    files = [path.name for folder in config.data for path in Path(folder).glob("*")]
-    if config.dry_run and not any(map(shards.split_of, files)):
+    if config.dry_run and not any(map(shards.has_shards, config.data)):
         return None
     weights = config.data_weights or [1] * len(config.data)
     encs = []
