@@ -171,6 +171,14 @@ def test_muon_makes_complex_matrices_unitary():
         assert 0.6 < singular_values.min() and singular_values.max() < 1.3
 
 
+def test_muon_trains_both_parts_of_a_complex_matrix():
+    p = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.complex64))
+    muon = train_gpt2.Muon([p], lr=1.0, momentum=0.9, weight_decay=0.0)
+    p.grad = torch.randn(4, 6, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    muon.step()
+    assert p.detach().real.abs().max() > 0.1 and p.detach().imag.abs().max() > 0.1
+
+
 def test_a_rate_that_is_set_before_the_optimizers_are_returned_counts(data, tmp_path):
     returned = "    return optimizers\n"
     path = changed_trainer(

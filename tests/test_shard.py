@@ -5,6 +5,7 @@ import pytest
 import torch
 import train_gpt2
 from plumbing.run.checkpoint import load_checkpoint
+from plumbing.system import devices
 from safetensors.torch import load_file
 
 from edits import PROJECTION, changed_trainer, train_changed
@@ -16,6 +17,7 @@ from harness import (
     killed_at,
     log_lines,
     losses,
+    patched,
     run,
     tiny_flags,
     train,
@@ -181,3 +183,29 @@ def test_a_model_that_is_too_large_for_a_rank_is_told_of_shard(shard, words, dat
     args = tiny_flags(data, tmp_path / "out", n_embd=2**17, n_head=1, n_layer=10, shard=shard)
     said, _ = run(train_gpt2.main, args, ranks=2, ends=[2, 2])
     assert "training takes 16 bytes for each parameter" in error_in(said) and words in error_in(said)
+
+
+CARD = 24e9  # bytes
+
+
+def plan_on_cards(args):
+    """A dry run as on cards of 24 GB, each for one rank."""
+    with patched(devices, "free_memory", lambda *args: CARD):
+        train_gpt2.main(args)
+
+
+@pytest.mark.parametrize(
+    "ranks, shard, memory, advice",
+    [
+        (0, False, "25 GB", "With --shard and several GPUs, each has its share."),
+        (2, False, "25 GB", "With --shard, each of 2 ranks needs 12 GB."),
+        (2, True, "12 GB", ""),
+    ],
+)
+def test_a_dry_run_says_whether_gpt2_xl_fits_on_cards_of_24_gb(ranks, shard, memory, advice, tmp_path, monkeypatch):
+    """Its 1.56 billion parameters take 16 bytes each: 24.9 GB."""
+    monkeypatch.chdir(tmp_path)
+    args = ["--preset", "gpt2-xl", "--device", "cpu", "--dry-run", *(["--shard"] if shard else [])]
+    said = run(plan_on_cards, args, ranks=ranks, ends=[0] * max(1, ranks))[0]
+    assert f"memory:     {memory} for weights, gradients and optimizer" in said
+    assert advice in said and ("more than the 24 GB" in said) == bool(advice)

@@ -11,6 +11,7 @@ from plumbing.cli.console import count, duration, note, print0, print_next, shor
 from plumbing.cli.flags import flag_of
 from plumbing.run.checkpoint import BEST
 from plumbing.run.commands import training_command
+from plumbing.system import devices
 
 TOKENS_PER_PARAMETER = 20  # in a compute-optimal run (Hoffmann et al. 2022, table 3), for tokens of BPE
 BYTE_IDS = 512  # a tokenizer with no more ids has bytes and hardly anything else
@@ -115,7 +116,19 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
     state = sum(state_bytes(optimizer, parts.world.device) for optimizer in parts.optimizers)
     activations = parts.found.kept_bytes * parts.found.B
     kept = f", at most {size(activations)} for activations" if activations else ""
-    yield "memory", f"{size(2 * weights + state)} for weights, gradients and optimizer{kept}"
+    world = parts.world
+    needed = 2 * weights + state
+    if config.shard:
+        needed /= world.size
+    yield "memory", f"{size(needed)} for weights, gradients and optimizer{kept}"
+    free = devices.free_memory(world.device)
+    if config.dry_run and needed > free:
+        advice = "With --shard and several GPUs, each has its share."
+        if world.size > 1:
+            advice = f"With --shard, each of {world.size} ranks needs {size(needed / world.size)}."
+        if config.shard:
+            advice = "Use more ranks, or a smaller model."
+        yield "", f"That is more than the {size(free)} that are free here. {advice}"
     checkpoints = config.keep_checkpoints
     if config.milestone_every:
         checkpoints += config.max_steps // config.milestone_every
