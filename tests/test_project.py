@@ -34,31 +34,53 @@ def parse(path):
 
 def parsed(*patterns):
     """{dotted name: syntax tree} of our modules."""
-    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): parse(path) for path in paths}
+    trees = {}
+    for pattern in patterns:
+        for path in ROOT.glob(pattern):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            trees[name] = parse(path)
+    return trees
 
 
 def imported(tree):
     """The pairs (name, dotted name) of all that is imported anywhere in it, as b and a.b by `from a import b`."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            found |= {(alias.asname or alias.name, package + alias.name) for alias in node.names}
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            found.add((alias.asname or alias.name, package + alias.name))
     return found
 
 
+def cells():
+    """The syntax trees of the notebooks' code cells."""
+    trees = []
+    for name in ("play.ipynb", "lessons.ipynb"):
+        for cell in json.loads(read(name))["cells"]:
+            if cell["cell_type"] == "code":
+                trees.append(ast.parse("".join(cell["source"])))
+    return trees
+
+
+def declared():
+    """The packages in requirements.txt, by the names with which they are imported."""
+    names = re.findall(r"^[\w-]+", read("requirements.txt"), re.MULTILINE)
+    other_names = {"pillow": "PIL"}
+    return {other_names.get(name, name.replace("-", "_")) for name in names}
+
+
 def test_requirements_name_every_package_that_is_imported():
-    """Other than our own and Python's, in the notebooks, too."""
-    trees = parsed(*PROGRAM, "tests/**/*.py")
-    cells = [cell for name in ("play.ipynb", "lessons.ipynb") for cell in json.loads(read(name))["cells"]]
-    code = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
-    packages = {name.split(".")[0] for tree in [*trees.values(), *code] for _, name in imported(tree)}
-    packages = {{"PIL": "pillow"}.get(name, name) for name in packages}
-    packages -= {part for name in trees for part in name.split(".")} | set(sys.stdlib_module_names)
-    lines = read("requirements.txt").splitlines()
-    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines if line and line[0] != "#"}
-    assert packages - declared <= OPTIONAL
+    """Other than our own and Python's, also in the notebooks."""
+    ours = parsed(*PROGRAM, "tests/**/*.py")
+    packages = set()
+    for tree in [*ours.values(), *cells()]:
+        packages |= {name.split(".")[0] for _, name in imported(tree)}
+    known = {*sys.stdlib_module_names}
+    for name in ours:
+        known |= {*name.split(".")}
+    assert packages - known - declared() <= OPTIONAL
 
 
 def test_every_week_the_tests_run_with_the_oldest_and_the_newest_torch_of_the_requirements():
@@ -67,64 +89,108 @@ def test_every_week_the_tests_run_with_the_oldest_and_the_newest_torch_of_the_re
     assert workflow["jobs"]["tests"]["strategy"]["matrix"]["torch"] == [f"=={oldest}.0", end]
 
 
-def test_a_wing_of_the_plumbing_imports_only_those_above_it_and_no_modules_import_each_other():
+def graph_of_imports():
+    """{module: those of our modules that it imports}"""
     trees = parsed(*PROGRAM)
-    modules = {
-        name: {part for _, each in imported(tree) for part in (each, each.rpartition(".")[0])}
-        for name, tree in trees.items()
-    }
-    graph = {name: found & trees.keys() for name, found in modules.items()}
-    wings = re.findall(r"^    (\w+) ", ast.get_docstring(trees["plumbing.__init__"], clean=False), re.MULTILINE)
+    graph = {}
+    for name, tree in trees.items():
+        found = {each for _, each in imported(tree)}
+        found |= {each.rpartition(".")[0] for each in found}
+        graph[name] = found & trees.keys()
+    return graph
+
+
+def test_a_wing_of_the_plumbing_imports_only_those_above_it():
+    docstring = ast.get_docstring(parse(ROOT / "plumbing" / "__init__.py"), clean=False)
+    wings = re.findall(r"^    (\w+) ", docstring, re.MULTILINE)
     assert len(wings) == 5
-    for name, imports in graph.items():
-        if name.startswith("plumbing.") and name != "plumbing.__init__":
-            above = wings[: wings.index(name.split(".")[1]) + 1]
-            assert {other.split(".")[1] for other in imports if "." in other} <= {*above}, name
-            assert all(other.startswith("plumbing.") for other in imports), name
-    graphlib.TopologicalSorter(graph).prepare()  # a circle is an error that names it
+    for name, imports in graph_of_imports().items():
+        if not name.startswith("plumbing.") or name == "plumbing.__init__":
+            continue
+        above = wings[: wings.index(name.split(".")[1]) + 1]
+        for other in imports:
+            assert other.startswith("plumbing."), f"{name} imports {other}"
+            assert other == "plumbing" or other.split(".")[1] in above, f"{name} imports {other}"
+
+
+def test_no_two_modules_import_each_other():
+    graphlib.TopologicalSorter(graph_of_imports()).prepare()  # a circle is an error that names it
 
 
 def test_the_public_workflow_runs_the_readmes_commands():
     workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
-    runs = [step["run"] for step in workflow["jobs"]["readme"]["steps"] if "run" in step]
-    readme = read("README.md")
-    assert len(runs) == 2 and f"```bash\n{runs[0]}\n{runs[1]}\n```" in readme
+    steps = workflow["jobs"]["readme"]["steps"]
+    first, second = [step["run"] for step in steps if "run" in step]
+    assert f"```bash\n{first}\n{second}\n```" in read("README.md")
 
 
-def test_the_top_level_holds_seven_scripts_and_the_readme_lists_them():
+def test_the_top_level_holds_seven_scripts():
     """Of the project's own; beside them lie the users' copies of the trainer."""
     tracked = output_of("git", "-C", str(ROOT), "ls-files", ":(glob)*.py").split()
-    assert tracked in ([], SCRIPTS)  # none where the project was not cloned
-    readme = read("README.md")
-    built = readme.partition("## How it is built")[2]
-    files = re.findall(r"(?:^|; )(\w+(?:/|\.py|\.ipynb))(?: |:)", built, re.MULTILINE)
     assert len(SCRIPTS) == 7
-    assert {*SCRIPTS, "plumbing/", "bench/", "tests/", "records/", "play.ipynb", "lessons.ipynb"} == set(files)
+    assert tracked in ([], SCRIPTS)  # none where the project was not cloned
 
 
-def test_what_the_documents_link_to_is_there():
-    """In the README, the index of the records and each record: pictures too."""
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("records/**/*.md")]:
-        links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
-        missing = [link for link in links if not (document.parent / link).exists()]
-        assert not missing, f"{document}: {missing}"
+def test_the_readme_lists_what_lies_at_the_top_level():
+    built = read("README.md").partition("## How it is built")[2]
+    listed = re.findall(r"^(\w+(?:/|\.py|\.ipynb))  ", built, re.MULTILINE)
+    others = ["plumbing/", "bench/", "tests/", "records/", "play.ipynb", "lessons.ipynb"]
+    assert sorted(listed) == sorted([*SCRIPTS, *others])
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("records/**/*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_document_links_to_is_there(document):
+    """Files and pictures."""
+    prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+)", prose)
+    links = [link for link in links if not link.startswith("http")]
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def anchors(text):
+    """The names under which GitHub links to a document's headings."""
+    names = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        plain = re.sub(r"[^\w\- ]", "", heading.lower())
+        names.add(plain.replace(" ", "-"))
+    return names
+
+
+@pytest.mark.parametrize("name", ["README.md", "records/README.md", "CONTRIBUTING.md"])
+def test_the_heading_that_a_link_names_is_there(name):
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", read(name)):
+        target = (ROOT / name).parent / link if link else ROOT / name
+        assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
+
+
+def test_the_records_that_the_code_cites_are_there():
     cited = set()
-    notebooks = ("play.ipynb", "lessons.ipynb")
-    for path in [*(ROOT / name for name in (*SCRIPTS, *notebooks)), *ROOT.glob("plumbing/**/*.py")]:
+    paths = [ROOT / name for name in (*SCRIPTS, "play.ipynb", "lessons.ipynb")]
+    for path in [*paths, *ROOT.glob("plumbing/**/*.py")]:
         cited |= set(re.findall(r"records/(20[\w-]+)", path.read_text(encoding="utf-8")))
-    assert all((ROOT / "records" / name).exists() for name in cited)
+    assert cited
+    assert [name for name in cited if not (ROOT / "records" / name).exists()] == []
 
 
-@pytest.mark.parametrize("script", sorted(path.relative_to(ROOT) for path in ROOT.glob("records/*/*.py")), ids=str)
+RECORDED = sorted(path.relative_to(ROOT) for path in ROOT.glob("records/*/*.py"))
+
+
+@pytest.mark.parametrize("script", RECORDED, ids=str)
 def test_all_that_a_record_takes_from_the_project_is_there_unless_it_says_at_which_commit_it_ran(script):
     if re.match(r'(# |""")[Rr]an at commits? [0-9a-f]{7}', read(script)):
         return
     tree = parse(ROOT / script)
     names = dict(imported(tree))
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    used = {
-        f"{names[ast.unparse(node.value)]}.{node.attr}" for node in attributes if ast.unparse(node.value) in names
-    }
-    own = {"harness", *(name.split(".")[0] for name in parsed(*PROGRAM))}
-    for name in [name for name in {*names.values(), *used} if name.split(".")[0] in own]:
-        pkgutil.resolve_name(name)  # an error names what is gone
+    used = {*names.values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            value = ast.unparse(node.value)
+            if value in names:
+                used.add(f"{names[value]}.{node.attr}")
+    ours = {name.split(".")[0] for name in parsed(*PROGRAM)} | {"harness"}
+    for name in used:
+        if name.split(".")[0] in ours:
+            pkgutil.resolve_name(name)  # an error names what is gone
