@@ -59,11 +59,12 @@ from plumbing.system.kernels import KVCache
 COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 URL = f"https://raw.githubusercontent.com/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl"
 DIGEST = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # as git has it
-# contexts share a batch if they have the same number of tokens in multiples of this; 8 is as fast, 32 slower
+# contexts share a batch if their lengths, rounded down to a multiple of this, are the same; 8 is as fast, 32 slower
 SHARED_MULTIPLE = 16
 # positions whose logits are computed at a time. With 50,304 ids in float32, 256 take 52 MB, which suits a CPU's caches
 # best, and 2,048 take 412 MB, which keeps a GPU busy with few kernel launches
-LOGITS_CHUNK, LOGITS_CHUNK_CUDA = 256, 2048
+LOGITS_CHUNK = 256
+LOGITS_CHUNK_CUDA = 2048
 
 # ----- Data ---------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ def is_example(example):
 
 
 def load_examples(path, enc, limit=0):
-    """The examples that `read_examples` returns, rendered, for a training run."""
+    """Read and render the examples for a training run."""
     advice = " Training also works without it: --hellaswag-every 0."
     return [render_example(example, enc) for example in read_examples(path, limit, advice=advice)]
 
@@ -119,31 +120,34 @@ def render_example(example, enc, harness=False):
     {"ctx": "A man is on a roof. he", "endings": ["pulls up roofing.", ...], "label": 0} becomes the ids of
     "A man is on a roof. he" and, for each ending, those of " pulls up roofing.", with the space before it.
     """
-    context, endings, prefix = example["ctx"], example["endings"], " "
+    context = example["ctx"]
+    endings = example["endings"]
+    prefix = " "
     if harness:
         text, endings = harness_text(example)
         context = text.rstrip()  # the harness moves trailing whitespace to the endings
         prefix = text[len(context) :] + " "
+    ids = encode_text(enc, context).tolist()
     return Rendered(
-        encode_text(enc, context).tolist()
-        or [enc.eot_token],  # the first token must be predicted from something
-        [encode_text(enc, prefix + ending).tolist() for ending in endings],
-        int(example["label"]),
-        [len(ending) for ending in endings],
+        context=ids or [enc.eot_token],  # the first token of an ending is predicted from something
+        endings=[encode_text(enc, prefix + ending).tolist() for ending in endings],
+        label=int(example["label"]),
+        characters=[len(ending) for ending in endings],
     )
 
 
 def harness_text(example):
     """Context and endings as lm-evaluation-harness formats them (task hellaswag, version 1.0).
 
-    It capitalizes ctx_b, the unfinished sentence that the endings complete (if there is none: what follows ctx's last
-    full stop).
+    It capitalizes ctx_b, the unfinished sentence that the endings complete. Without ctx_b, that is the text behind the
+    last full stop in ctx.
     """
     if "ctx_a" in example and "ctx_b" in example:
         sentences, begun = example["ctx_a"], example["ctx_b"]
     else:
-        match = re.fullmatch(r"(.*[.?!])\s+([^A-Z.?!][^.?!]*)", example["ctx"], re.DOTALL)
-        sentences, begun = match.groups() if match else (example["ctx"], "")
+        sentences, begun = example["ctx"], ""
+        if match := re.fullmatch(r"(.*[.?!])\s+([^A-Z.?!][^.?!]*)", sentences, re.DOTALL):
+            sentences, begun = match.groups()
 
     def clean(text):  # [header], [title] and [step] come from WikiHow
         text = text.strip().replace(" [title]", ". ")
@@ -168,51 +172,59 @@ def truncate(example, block_size):
 
 @torch.no_grad()
 def score(model, examples, n_vocab, *, at_most=2**14):
-    """An array (3, examples, 4): each ending's log-likelihood; that per token; and that per character.
+    """An array (3, examples, 4): each ending's log-likelihood in all, per token and per character.
 
-    `model` is the plain GPT, neither compiled nor wrapped, since the shapes vary. Ids from `n_vocab` on pad the
-    vocabulary and get no probability. A batch suits the device, and has no more tokens than `at_most`.
+    `model` is the plain GPT, neither compiled nor wrapped, because the shapes vary. Ids from `n_vocab` on pad the
+    vocabulary and get no probability. A batch has at most `at_most` tokens, and fewer on a CPU.
     """
     device = next(model.parameters()).device
-    batch_tokens = min(at_most, 2**14 if device.type == "cuda" else 2**10)  # a CPU's caches hold few rows
+    batch_tokens = at_most
+    if device.type != "cuda":
+        batch_tokens = min(at_most, 2**10)  # a CPU's caches hold few rows
     rows = [truncate(example, model.config.block_size) for example in examples]
-    total = np.empty((len(rows), 4))
+    batches = list(make_batches(rows, batch_tokens, SHARED_MULTIPLE if model.has_cache else 0))
+    log_probs = []
     with console.progress_bar(total=len(examples), desc="HellaSwag", unit=" examples") as bar:
-        log_probs = []
-        batches = list(make_batches(rows, batch_tokens, SHARED_MULTIPLE if model.has_cache else 0))
-        for batch, cut in batches:  # a GPU computes while the next one is prepared
-            log_probs.append(score_batch(model, [rows[i] for i in batch], cut, n_vocab))
+        for batch, cut in batches:  # a GPU computes while the next batch is prepared
+            log_probs.append(score_batch(model, [rows[i] for i in batch], cut, n_vocab=n_vocab))
             bar.update(len(batch))
-    tokens = np.array([list(map(len, endings)) for _, endings in rows])  # (examples, 4)
-    for (batch, _), found in zip(batches, log_probs):
-        ends = tokens[batch].cumsum()
-        starts = ends - tokens[batch].ravel()
-        total[batch] = np.add.reduceat(found.cpu().numpy().astype(np.float64), starts).reshape(-1, 4)
+    lengths = np.array([list(map(len, endings)) for _, endings in rows])  # (examples, 4)
+    total = np.empty((len(rows), 4))
+    for (batch, _), of_tokens in zip(batches, log_probs):
+        ends = lengths[batch].cumsum()
+        starts = ends - lengths[batch].ravel()
+        sums = np.add.reduceat(of_tokens.cpu().double().numpy(), starts)
+        total[batch] = sums.reshape(-1, 4)
     characters = np.array([example.characters for example in examples])
-    return np.stack([total, total / tokens, total / characters.clip(1)])
+    return np.stack([total, total / lengths, total / characters.clip(1)])
 
 
 def make_batches(rows, batch_tokens, multiple):
     """Yield (the numbers of the rows (context, endings) in a batch, how many of their first tokens are run only once).
 
     That is a multiple of `multiple`, so that contexts of many lengths share a batch; 0 shares nothing. At least the
-    context's last token, which predicts the first of each ending, is left for the four rows. Longest rows first: memory
-    use peaks early, and little is padding.
+    context's last token, which predicts the first of each ending, is left for the four rows. The longest rows come
+    first: memory use peaks early, and there is little padding.
     """
-    cuts = [(len(context) - 1) // multiple * multiple if multiple else 0 for context, _ in rows]
-    rests = [len(context) - cut + max(map(len, endings)) - 1 for cut, (context, endings) in zip(cuts, rows)]
+    cuts = [0] * len(rows)
+    if multiple:
+        cuts = [(len(context) - 1) // multiple * multiple for context, _ in rows]
+    rests = []
+    for cut, (context, endings) in zip(cuts, rows):
+        longest = max(map(len, endings))
+        rests.append(len(context) - cut + longest - 1)
     order = sorted(range(len(rows)), key=lambda i: (cuts[i], rests[i]), reverse=True)
     while order:
-        cut, rest = cuts[order[0]], rests[order[0]]
+        cut = cuts[order[0]]
         # the cache holds the shared part of each context four times
-        at_once = max(1, batch_tokens // (4 * (cut + rest)))
+        at_once = max(1, batch_tokens // (4 * (cut + rests[order[0]])))
         batch = [i for i in order[:at_once] if cuts[i] == cut]
         order = order[len(batch) :]
         yield batch, cut
 
 
-def score_batch(model, rows, cut, n_vocab):
-    """The log-probability of each token of each ending, in order; the contexts' first `cut` tokens run only once.
+def score_batch(model, rows, cut, *, n_vocab):
+    """The log-probability of each token of each ending, in order. The contexts' first `cut` tokens run only once.
 
     With a cut of 16, a context of 18 tokens and endings a, b of 3 and 2 make (padding is 0):
 
@@ -223,7 +235,9 @@ def score_batch(model, rows, cut, n_vocab):
     device = next(model.parameters()).device
     texts = [context[cut:] + ending for context, endings in rows for ending in endings]
     L = max(map(len, texts)) - 1  # the last token of each ending is only predicted
-    idx, targets, positions = np.zeros((len(texts), L), int), [], []
+    idx = np.zeros((len(texts), L), int)
+    targets = []
+    positions = []
     for row, text in enumerate(texts):
         idx[row, : len(text) - 1] = text[:-1]
         context, endings = rows[row // 4]
@@ -235,24 +249,26 @@ def score_batch(model, rows, cut, n_vocab):
         cache = KVCache(cut + L)
         model.hidden_states(copy_to(device, [context[:cut] for context, _ in rows]), cache)
         cache.repeat(4)
-    idx, positions, targets = (copy_to(device, numbers) for numbers in (idx, positions, targets))
-    # (N, C), those that predict a token of an ending
-    x = model.hidden_states(idx, cache).flatten(0, 1)[positions]
-    chunk_size, log_probs = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK, []
-    for chunk, ids in zip(x.split(chunk_size), targets.split(chunk_size)):
+    hidden = model.hidden_states(copy_to(device, idx), cache).flatten(0, 1)
+    x = hidden[copy_to(device, positions)]  # (N, C), those that predict a token of an ending
+    chunk_size = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK
+    log_probs = []
+    for chunk, ids in zip(x.split(chunk_size), copy_to(device, targets).split(chunk_size)):
         logits = model.logits(chunk)[:, :n_vocab].float()  # (chunk_size, n_vocab)
         log_probs.append(-F.cross_entropy(logits, ids, reduction="none"))
     return torch.cat(log_probs)
 
 
 def copy_to(device, numbers):
-    """The tensor of an array or a list on the device. From pinned memory, a GPU's other work is not waited for."""
+    """The tensor of an array or a list on the device. A copy from pinned memory waits for no other work of a GPU."""
     tensor = torch.as_tensor(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Counts(NamedTuple):
-    """The number of examples, and how many are correct by each rule; to be summed over the ranks."""
+    """The number of examples, and how many are correct by each rule. The ranks' counts are added."""
 
     n: int
     acc: int  # largest sum
@@ -261,17 +277,18 @@ class Counts(NamedTuple):
 
 
 def evaluate(model, examples, n_vocab, *, at_most=2**14):
-    """The Counts on rendered examples, with the arguments of `score`."""
+    """The Counts on rendered examples; for the arguments see `score`."""
     if not examples:  # a rank's share may be empty
-        return Counts(0, 0, 0, 0)
+        return Counts(n=0, acc=0, acc_norm=0, acc_char=0)
     scores = score(model, examples, n_vocab, at_most=at_most)
-    correct = scores.argmax(2) == [example.label for example in examples]
-    return Counts(len(examples), *correct.sum(1).tolist())
+    labels = [example.label for example in examples]
+    by_sum, by_tokens, by_characters = (scores.argmax(2) == labels).sum(1).tolist()
+    return Counts(n=len(examples), acc=by_sum, acc_norm=by_tokens, acc_char=by_characters)
 
 
 # ----- Command line -------------------------------------------------------------------------------------
 
-# what is printed, the prefix of names in --predictions, and which of the scores acc_norm compares
+# (its name, the prefix of its columns in --predictions, the number of the scores that acc_norm compares)
 CONVENTIONS = [
     ("lm-evaluation-harness (cleaned text, acc_norm by characters)", "harness_", 2),
     ("build-nanogpt (ctx as it is, acc_norm by tokens)", "", 1),
@@ -288,7 +305,7 @@ def main(args=None):
     examples = read_examples(options.data, options.limit)
     model, enc = source_code.import_trainer(options.code).load_model(options.model_type)
     model.to(device)
-    torch.set_float32_matmul_precision("high")  # TF32 on CUDA, which is accurate enough for this
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA is accurate enough here
     conventions = CONVENTIONS
     if not all("activity_label" in example for example in examples):
         console.note(
@@ -300,7 +317,8 @@ def main(args=None):
     labels = [int(example["label"]) for example in examples]
     columns = {"ind": [example["ind"] for example in examples], "label": labels}
     for name, prefix, norm in conventions:
-        rendered = [render_example(example, enc, harness=prefix == "harness_") for example in examples]
+        is_harness = prefix == "harness_"
+        rendered = [render_example(example, enc, harness=is_harness) for example in examples]
         scores: Any = score(model, rendered, enc.n_vocab, at_most=options.batch_tokens)
         chosen = scores[[0, norm]].argmax(2)
         columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()

@@ -48,7 +48,7 @@ class Options:
 
 
 def parse_args(args=None):
-    """The Options of a command line. Raises one UserError listing everything that is wrong with the flags."""
+    """The Options of a command line. Raises one UserError with everything that is wrong with the flags."""
     options = flags.parse(Options, args)
     flags.check(options, complaints(options))
     return options
@@ -76,8 +76,8 @@ from plumbing.run.huggingface import export_huggingface
 from plumbing.system.devices import choose_device, choose_dtype
 
 
-def generate_rows(model, enc, ids, options, rows=1):
-    """Continue `ids`, at most a block: yield lists of the rows' next ids, None in rows that had a special token."""
+def generate_rows(model, enc, ids, *, options, rows=1):
+    """Continue `ids`, at most a block: yield the rows' next ids, with None in rows that have had a special token."""
     prompt = torch.tensor([ids] * rows, device=next(model.parameters()).device)
     sampling = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     special_ids = enc._special_tokens.values()
@@ -90,34 +90,39 @@ def generate_rows(model, enc, ids, options, rows=1):
         yield [token if on else None for on, token in zip(running, next_ids)]
 
 
-def stream_text(model, enc, ids, options):
-    """Continue the ids as pieces of text: a character is yielded when its last byte has arrived."""
+def stream_text(model, enc, ids, *, options):
+    """Continue the ids: yield pieces of text, each character when its last byte has arrived."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for (token,) in generate_rows(model, enc, ids, options):
+    for (token,) in generate_rows(model, enc, ids, options=options):
         yield decoder.decode(enc.decode_single_token_bytes(token))
     yield decoder.decode(b"", final=True)
 
 
 def complete(model, enc, options):
     """Print the prompt with each of its continuations."""
-    prompt, num_samples, block_size = options.prompt, options.num_samples, model.config.block_size
+    prompt = options.prompt
+    num_samples = options.num_samples
+    block_size = model.config.block_size
     ids = tokenizers.encode_text(enc, prompt).tolist()
     if len(ids) > block_size:
         raise UserError(
             f"The prompt has {len(ids):,} tokens, but the model reads at most {block_size:,}. Shorten it."
         )
     if num_samples == 1:
-        for piece in itertools.chain([prompt], stream_text(model, enc, ids, options)):
+        for piece in itertools.chain([prompt], stream_text(model, enc, ids, options=options)):
             print(console.harmless(piece), end="", flush=True)
         print()
         return
-    steps = list(generate_rows(model, enc, ids, options, num_samples))
-    rows = [[step[i] for step in steps if step[i] is not None] for i in range(num_samples)]
-    print(f"\n{'-' * 80}\n".join(console.harmless(prompt + enc.decode(row)) for row in rows))
+    steps = list(generate_rows(model, enc, ids, options=options, rows=num_samples))
+    texts = []
+    for row in range(num_samples):
+        continuation = [step[row] for step in steps if step[row] is not None]
+        texts.append(console.harmless(prompt + enc.decode(continuation)))
+    print(f"\n{'-' * 80}\n".join(texts))
 
 
 def read_lines():
-    """Yield the lines that the user types, or that come from a pipe; none if stdin is closed."""
+    """Yield the lines from the user or from a pipe; none if stdin is closed."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     prompt = ""
@@ -134,7 +139,7 @@ def read_lines():
 
 
 def render_prompt(messages, enc):
-    """Return the ids of a conversation, up to where the assistant answers."""
+    """The ids of a conversation, up to the beginning of the assistant's answer."""
     if tokenizers.has_chat_tokens(enc):
         return tokenizers.render_question(messages, enc)
     # a model without role markers gets the conversation as plain text, like its training data
@@ -143,7 +148,7 @@ def render_prompt(messages, enc):
 
 
 def fit_prompt(messages, enc, max_length):
-    """`render_prompt` of the newest messages that fit, or None; removes older questions and their answers."""
+    """Render the newest messages that fit, or return None. Removes older questions and their answers from the list."""
     while messages:
         ids = render_prompt(messages, enc)
         if len(ids) <= max_length:
@@ -152,8 +157,8 @@ def fit_prompt(messages, enc, max_length):
     return None
 
 
-def answer(model, enc, messages, options):
-    """Print the assistant's answer to `messages` while it is generated, and append it. Ctrl-C ends it."""
+def answer(model, enc, messages, *, options):
+    """Print the assistant's answer while it is generated, and append it to `messages`. Ctrl-C ends it."""
     block_size = model.config.block_size
     max_length = block_size - min(options.max_new_tokens, block_size // 2)  # the rest is for the answer
     ids = fit_prompt(messages, enc, max_length)
@@ -162,7 +167,7 @@ def answer(model, enc, messages, options):
         return
     text = ""
     try:
-        for piece in stream_text(model, enc, ids, options):
+        for piece in stream_text(model, enc, ids, options=options):
             text += piece
             # subtle: a base model would continue with the user's next message
             if "\n" in text.lstrip() and not tokenizers.has_chat_tokens(enc):
@@ -191,7 +196,7 @@ def chat(model, enc, options):
             messages.clear()
         elif line:
             messages.append({"role": "user", "content": line})
-            answer(model, enc, messages, options)
+            answer(model, enc, messages, options=options)
 
 
 def main(args=None):
@@ -205,11 +210,10 @@ def main(args=None):
         console.print_next(sample_command(options.export, enc, options.prompt))
         return
     torch.manual_seed(options.seed)
-    dtype = getattr(
-        torch, choose_dtype("auto" if device.startswith("cuda") else "float32", torch.device(device))
-    )
+    name = "auto" if device.startswith("cuda") else "float32"
+    dtype = getattr(torch, choose_dtype(name, torch.device(device)))
     model.to(device)
-    # once, as autocast would convert the weights again for every token; complex numbers and counts stay what they are
+    # once: autocast would convert the weights again for every token. Complex numbers and counts keep their dtype
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)

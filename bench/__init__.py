@@ -1,1 +1,1 @@
-"""Measurements, each beside a reference in the same run: `python -m bench --help`. No other program needs them."""
+"""Benchmarks, each against a reference in the same run: see `python -m bench --help`. No other program needs them."""

@@ -6,9 +6,8 @@
     python -m bench hellaswag   packed rows, and four padded rows per example
     python -m bench sample      generate, a loop without a cache, transformers
 
-Each side is warmed up, then the sides alternate for --rounds rounds, so that other load on the machine affects all
-of them alike. A ratio is the median over the rounds of a side's time per token divided by ours. --json FILE saves the
-numbers.
+Each side is warmed up. Then the sides alternate for --rounds rounds, so that other load on the machine affects all of
+them alike. A ratio is a side's time per token divided by ours, as the median over the rounds.
 """
 
 import dataclasses
@@ -21,10 +20,10 @@ from plumbing.cli import console, flags
 
 @dataclass
 class Options:
-    # the benchmark, one of those above
+    # one of the benchmarks above
     what: Annotated[Literal["train", "ladder", "hellaswag", "sample"], "positional"] = "train"
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    json: str = ""  # write the numbers to this file
+    json: str = ""  # write the numbers to this new file
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
     settings: str = ""  # the trainer's settings, for all sides: preset=gpt2-medium,batch_size=8
     # train
@@ -39,7 +38,7 @@ class Options:
 
 
 def main(args=None):
-    """Parse the flags and run one benchmark. --help and a mistyped flag need no torch, which takes seconds."""
+    """Parse the flags and run one benchmark. --help and a mistyped flag do not wait for torch."""
     options = flags.parse(Options, args)
     flags.check(options)
     from bench import measure, programs, steps
@@ -50,9 +49,9 @@ def main(args=None):
         check_new_output(options.json)  # measuring takes minutes
     device = choose_device(options.device)
     options.device = "cuda:0" if device == "cuda" else device
-    options.rounds = options.rounds or (40 if options.what == "train" else 5)
-    benchmarks = dict(train=steps.train, ladder=steps.ladder)
-    benchmarks |= dict(hellaswag=programs.score, sample=programs.sample)
+    if not options.rounds:
+        options.rounds = 40 if options.what == "train" else 5
+    benchmarks = dict(train=steps.train, ladder=steps.ladder, hellaswag=programs.score, sample=programs.sample)
     numbers = benchmarks[options.what](options)
     if options.json:
         numbers |= measure.machine(options.device) | {"options": dataclasses.asdict(options)}

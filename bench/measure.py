@@ -1,4 +1,4 @@
-"""How every side is measured, and how the numbers are shown."""
+"""Measures the sides of a benchmark and prints the numbers."""
 
 import os
 import re
@@ -14,11 +14,13 @@ import torch
 from plumbing.cli.console import output_of, progress_bar
 from plumbing.run.source_code import git_commit
 
-ROWS_ON_GPU, ROWS_ON_CPU = 8192, 1024  # of the square matrices in `matmul_rate`
+# of the square matrices in `matmul_rate`
+ROWS_ON_GPU = 8192
+ROWS_ON_CPU = 1024
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Call function(): (seconds, its result); on a GPU until its work is done."""
+    """Call function(). Returns (seconds, until a GPU's work is done, and its result)."""
     start = time.perf_counter()
     result = function()
     if torch.cuda.is_initialized():
@@ -27,14 +29,15 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(
-    sides: Mapping[str, Callable[[], Any]], rounds: int, work: Mapping[str, float], unit: str, ours: str = ""
+    sides: Mapping[str, Callable[[], Any]], rounds: int, work: Mapping[str, float], *, unit: str, ours: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Call the functions in `sides` alternately: once to warm up, then `rounds` times that count.
 
     work: {name: units per call, such as tokens}; ours: the side that the ratios compare with, by default the first.
     Prints a table; returns (its numbers, {name: last result}).
     """
-    ours, results = ours or next(iter(sides)), {}
+    ours = ours or next(iter(sides))
+    results = {}
     seconds = {name: [] for name in sides}
     print(f"warming up: {'; '.join(sides)}", flush=True)
     for function in sides.values():
@@ -48,16 +51,19 @@ def measure(
     per_unit = {name: np.array(seconds[name]) / work[name] for name in sides}
     measured = {}
     for name in sides:
-        ratio, speed = float(np.median(per_unit[name] / per_unit[ours])), float(1 / np.median(per_unit[name]))
-        print(f"{name:{width}}{speed:12,.1f}{1e3 * np.median(seconds[name]):10.2f}{ratio:7.2f}")
+        ratio = float(np.median(per_unit[name] / per_unit[ours]))
+        speed = float(1 / np.median(per_unit[name]))
+        milliseconds = 1e3 * np.median(seconds[name])
+        print(f"{name:{width}}{speed:12,.1f}{milliseconds:10.2f}{ratio:7.2f}")
         measured[name] = {"seconds": seconds[name], "ratio": ratio, f"{unit}_per_s": speed}
-    reference = next((side["ratio"] for name, side in measured.items() if name != ours), None)
+    ratios = [side["ratio"] for name, side in measured.items() if name != ours]
+    first_ratio = ratios[0] if ratios else None
     speed = measured[ours][f"{unit}_per_s"]
-    return {"ratio": reference, f"{unit}_per_s": speed, "sides": measured}, results
+    return {"ratio": first_ratio, f"{unit}_per_s": speed, "sides": measured}, results
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix times itself, the best of three times ten: what peak this machine reaches."""
+    """The peak FLOP/s that this machine reaches: a square matrix times itself, the best of three times ten."""
     n = ROWS_ON_GPU if device.startswith("cuda") else ROWS_ON_CPU
     square = torch.randn(n, n, device=device, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""HellaSwag and generation, compared with how they are usually done."""
+"""HellaSwag and generation, compared with the usual ways to compute them."""
 
 import dataclasses
 from typing import Any
@@ -19,39 +19,44 @@ from train_gpt2 import GPT
 
 
 def random_model(options, vocab_size=1, block_size=1):
-    """(GPT with seeded random weights, its Settings, its dtype), at least of these sizes."""
+    """(GPT with seeded random weights and at least these sizes, its Settings, its dtype)."""
     config = configure(options)
-    sizes = dict(vocab_size=max(config.vocab_size, vocab_size), block_size=max(config.block_size, block_size))
-    config = dataclasses.replace(config, **sizes)
+    config = dataclasses.replace(
+        config,
+        vocab_size=max(config.vocab_size, vocab_size),
+        block_size=max(config.block_size, block_size),
+    )
     torch.manual_seed(0)
-    return GPT(config.model_config).to(config.device).eval(), config, getattr(torch, config.dtype)
+    model = GPT(config.model_config).to(config.device)
+    return model.eval(), config, getattr(torch, config.dtype)
 
 
 @torch.no_grad()
 def four_rows(model, examples, n_vocab):
-    """HellaSwag as usually scored: one example at a time, in four padded rows of context and ending."""
+    """HellaSwag as it is usually scored: one example at a time, in four padded rows of context and ending."""
     device = next(model.parameters()).device
     predictions = []
-    for context, endings, *_ in examples:
-        rows = [torch.tensor(context + ending) for ending in endings]
+    for example in examples:
+        rows = [torch.tensor(example.context + ending) for ending in example.endings]
         tokens = pad_sequence(rows, batch_first=True).to(device)
-        masks = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
-        mask = pad_sequence(masks, batch_first=True).to(device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        places = torch.arange(tokens.size(1), device=device)
+        mask = (places >= len(example.context)) & (places < lengths[:, None])
         logits = model(tokens)[0][:, :-1, :n_vocab].float()
         targets = tokens[:, 1:].flatten()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").view(4, -1)
-        total = (losses * mask[:, 1:]).sum(1)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+        total = (losses.view(4, -1) * mask[:, 1:]).sum(1)
         mean = total / mask.sum(1)
         predictions.append([total.argmin().item(), mean.argmin().item()])
     return np.array(predictions)
 
 
 def score(options):
-    """HellaSwag with each context run once, and in four rows; without cuDNN, which would plan for every length."""
+    """Compare HellaSwag with each context run once, and in four rows; cuDNN would build a kernel for each length."""
     enc = tokenizers.get_encoding(options.tokenizer)
     lines = hellaswag.read_examples(options.hellaswag, options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
-    longest = max(len(context) + max(map(len, endings)) for context, endings, *_ in examples)
+    longest = max(len(example.context) + max(map(len, example.endings)) for example in examples)
     model, config, dtype = random_model(options, enc.n_vocab, longest)
     score_by: Any = hellaswag.score
     sides = {
@@ -59,7 +64,8 @@ def score(options):
         "four rows": lambda: four_rows(model, examples, enc.n_vocab),
     }
     with train_gpt2.autocast(config, world_of(config)), without_cudnn_attention():
-        numbers, endings = measure(sides, options.rounds, dict.fromkeys(sides, len(examples)), "examples")
+        work = dict.fromkeys(sides, len(examples))
+        numbers, endings = measure(sides, options.rounds, work, unit="examples")
     by_sum, by_mean = (endings["hellaswag.py"] == endings["four rows"]).sum(0).tolist()
     print(f"{len(examples)} examples, {dtype}: same ending by sum {by_sum}, by mean {by_mean}")
     return numbers | dict(examples=len(examples), same_by_sum=by_sum, same_by_mean=by_mean)
@@ -75,7 +81,7 @@ def generate_without_cache(model, idx, max_new_tokens):
 
 
 def sample(options):
-    """Greedy generation: ours, without a cache, and transformers'; without cuDNN, which would plan for every length."""
+    """Compare greedy generation, without a cache and in transformers; cuDNN would build a kernel for each length."""
     B, n = options.num_samples, options.max_new_tokens
     model, config, dtype = random_model(options, block_size=8 + n)
     prompt = torch.randint(config.vocab_size, (B, 8), device=config.device)
@@ -93,7 +99,7 @@ def sample(options):
         "transformers": lambda: theirs.generate(prompt, **limits)[:, -n:],
     }
     with without_cudnn_attention():
-        numbers, ids = measure(sides, options.rounds, dict.fromkeys(sides, B * n), "tok")
+        numbers, ids = measure(sides, options.rounds, dict.fromkeys(sides, B * n), unit="tok")
     same = {name: torch.equal(ids[name], ids["sample.py"]) for name in ids}
     print(f"{n} tokens, sequences at a time: {B}, {dtype}, greedy; the same tokens: {same}")
     return numbers | {"same_tokens": same}

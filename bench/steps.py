@@ -1,4 +1,4 @@
-"""Training steps: the trainer's own with any of its settings changed, and other programs'."""
+"""Training steps: the trainer's, with any of its settings changed, and those of other programs."""
 
 import contextlib
 import dataclasses
@@ -29,9 +29,9 @@ from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, TrainC
 
 @dataclass(frozen=True)
 class Settings(TrainConfig):
-    """The trainer's settings, and what the trainer always does, so that the ladder can leave it out."""
+    """The trainer's settings, and switches for what the trainer always does, which the ladder leaves out."""
 
-    # as GPTs usually have it: the residual stream in float32, and logits in training, too
+    # the usual GPT: the residual stream in float32, and a loss from all logits at once
     usual_forward: bool = False
     fused_adamw: bool = True  # AdamW as one kernel; else torch's default
     tf32: bool = True  # TF32 for float32 matmuls on a GPU
@@ -39,21 +39,26 @@ class Settings(TrainConfig):
 
 
 def configure(options, changes="", defaults=""):
-    """The Settings that `defaults`, --settings and `changes` describe; what comes later counts."""
-    cuda = options.device.startswith("cuda")
-    preset = "quickstart" if options.what == "train" and not cuda else "gpt2"
+    """The Settings that `defaults`, --settings and `changes` describe; a later one replaces an earlier one."""
+    is_gpu = options.device.startswith("cuda")
+    preset = "quickstart" if options.what == "train" and not is_gpu else "gpt2"
     # every side has AdamW, because the references do
     settings = f"preset={preset},device={options.device},optimizer=adamw,{defaults},{options.settings},{changes}"
     words = [f"--{pair}" for pair in settings.split(",") if pair]
     presets = {name: Settings(**dataclasses.asdict(preset)) for name, preset in PRESETS.items()}
     config = flags.parse(Settings, words, presets=presets)
-    vocab_size = config.vocab_size or (320 if config.preset == "quickstart" else 50304)
-    sizes = dict(vocab_size=vocab_size, sequence_length=min(config.sequence_length, config.block_size))
-    compiles = cuda if config.compile is None else config.compile
-    config = dataclasses.replace(config, compile=compiles, **sizes)
+    vocab_size = config.vocab_size
+    if not vocab_size:
+        vocab_size = 320 if config.preset == "quickstart" else 50304
+    config = dataclasses.replace(
+        config,
+        vocab_size=vocab_size,
+        sequence_length=min(config.sequence_length, config.block_size),
+        compile=is_gpu if config.compile is None else config.compile,
+    )
     world = world_of(config)
     check_config(config, train_gpt2.complaints(config, {}, {}, world=world), world)
-    dtype = choose_dtype(config.dtype, torch.device(config.device), is_wide=config.n_embd >= 128)
+    dtype = choose_dtype(config.dtype, world.device, is_wide=config.n_embd >= 128)
     return dataclasses.replace(config, dtype=dtype)
 
 
@@ -73,7 +78,7 @@ def set_precision(config):
 
 
 def configure_optimizers(model, config):
-    """The trainer's optimizers; without --fused-adamw, AdamW is torch's default, which is not one kernel."""
+    """The trainer's optimizers; without --fused-adamw, AdamW uses torch's default, which is not a single kernel."""
     optimizers = train_gpt2.configure_optimizers(model, config)
     train_gpt2.keep_peak_rates(optimizers)
     if not config.fused_adamw:
@@ -83,7 +88,7 @@ def configure_optimizers(model, config):
 
 
 class UsualGPT(GPT):
-    """GPT whose residual stream stays in float32, and whose loss is that of all logits at once, which it returns."""
+    """GPT with the residual stream in float32. It computes the loss from all logits at once, and returns these."""
 
     def hidden_states(self, idx, cache=None):
         x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.size(1)]
@@ -97,15 +102,15 @@ class UsualGPT(GPT):
 
 
 class PlainAttention(CausalSelfAttention):
-    """Attention without a fused kernel: the T x T scores of each head are written to memory."""
+    """Attention without a fused kernel: it writes the T x T scores of each head to memory."""
 
     def forward(self, x, cache=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)
-        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for part in (q, k, v))
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+        scores = q @ k.mT / math.sqrt(k.size(-1))  # (B, nh, T, T)
         future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-        scores = (q @ k.mT / math.sqrt(k.size(-1))).masked_fill(future, -math.inf)  # (B, nh, T, T)
-        y = scores.softmax(-1) @ v
+        y = scores.masked_fill(future, -math.inf).softmax(-1) @ v
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -114,16 +119,18 @@ def batches(config, folder):
 
 
 def make_ours(config, folder):
-    """A step of the trainer's own parts, put together as there, which returns its loss."""
-    world, loader, steps = world_of(config), batches(config, folder), itertools.count()
+    """A function that does a step as the trainer does, and returns its loss."""
+    world = world_of(config)
     set_precision(config)  # compiled models are compiled again if it changes
     torch.manual_seed(0)
-    raw_model = (UsualGPT if config.usual_forward else GPT)(config.model_config).to(config.device)
+    model_class = UsualGPT if config.usual_forward else GPT
+    raw_model = model_class(config.model_config).to(config.device)
     raw_model.activation_checkpointing = config.activation_checkpointing
     if config.dtype == "fp8":
         raw_model.lm_head = Float8Linear(raw_model.lm_head)
-    for block in raw_model.transformer.h if config.plain_attention else ():
-        block.attn.__class__ = PlainAttention  # keeps its weights
+    if config.plain_attention:
+        for block in raw_model.transformer.h:
+            block.attn.__class__ = PlainAttention  # keeps its weights
     trial = autofit.Trial(
         raw_model, wrap=train_gpt2.wrap, autocast=train_gpt2.autocast, num_ids=257, config=config, world=world
     )
@@ -145,7 +152,7 @@ def make_ours(config, folder):
         model=found.model,
         optimizers=optimizers,
         scaler=scaler,
-        loader=loader,
+        loader=batches(config, folder),
         val_loaders=[],
         enc=None,
         token_bytes=None,
@@ -153,6 +160,7 @@ def make_ours(config, folder):
         own={},
         found=found,
     )
+    steps = itertools.count()
 
     def step():
         set_precision(config)
@@ -161,9 +169,11 @@ def make_ours(config, folder):
     return step
 
 
-def make_reference(config, folder, model, loss_of, optimizer):
-    """A step of another model and optimizer in a plain training loop, which returns its loss."""
-    world, loader, steps = world_of(config), batches(config, folder), itertools.count()
+def make_reference(config, folder, model, *, loss_of, optimizer):
+    """A function that does a step of another model and optimizer in a plain training loop, and returns its loss."""
+    world = world_of(config)
+    loader = batches(config, folder)
+    steps = itertools.count()
     accumulation = config.total_batch_size // (config.batch_size * config.sequence_length)
     model.train()
 
@@ -202,9 +212,13 @@ def make_transformers(config, folder):
     """transformers' GPT-2 with our settings and AdamW."""
     model = transformers_model(config)
     (optimizer,) = configure_optimizers(model, config)
-    model = torch.compile(model, dynamic=False) if config.compile else model
-    # its loss shifts the labels itself
-    return make_reference(config, folder, model, lambda m, x, y: m(input_ids=x, labels=x).loss, optimizer)
+    if config.compile:
+        model = torch.compile(model, dynamic=False)
+
+    def loss_of(model, x, y):
+        return model(input_ids=x, labels=x).loss  # it shifts the labels itself
+
+    return make_reference(config, folder, model, loss_of=loss_of, optimizer=optimizer)
 
 
 def make_nanogpt(config, folder, checkout):
@@ -212,13 +226,18 @@ def make_nanogpt(config, folder, checkout):
     sys.path.append(checkout)
     module = importlib.import_module("model")
     with contextlib.redirect_stdout(None):
-        model = module.GPT(module.GPTConfig(**vars(config.model_config), dropout=0.0, bias=True)).to(
-            config.device
-        )
-        betas, device_type = (config.beta1, config.beta2), config.device.split(":")[0]
+        model = module.GPT(module.GPTConfig(**vars(config.model_config), dropout=0.0, bias=True))
+        model = model.to(config.device)
+        betas = (config.beta1, config.beta2)
+        device_type = config.device.split(":")[0]
         optimizer = model.configure_optimizers(config.weight_decay, config.max_lr, betas, device_type)
-    model = torch.compile(model) if config.compile else model
-    return make_reference(config, folder, model, lambda m, x, y: m(x, y)[1], optimizer)
+    if config.compile:
+        model = torch.compile(model)
+
+    def loss_of(model, x, y):
+        return model(x, y)[1]
+
+    return make_reference(config, folder, model, loss_of=loss_of, optimizer=optimizer)
 
 
 # ----- The benchmarks -----------------------------------------------------------------------------------
@@ -227,17 +246,18 @@ def make_nanogpt(config, folder, checkout):
 def compare(makers, rounds, ours):
     """Measure {name: (the function that makes a side, its Settings)}, and the MFU of the side `ours`."""
     sides = {}
+    work = {}
     with tempfile.TemporaryDirectory() as folder:
         random_shard(folder, min(config.vocab_size for _, config in makers.values()))
         for name, (make, config) in makers.items():
             print(f"preparing {name}", flush=True)  # compiling takes a minute
             sides[name] = make(config, folder)
-        work = {name: config.total_batch_size for name, (_, config) in makers.items()}
-        numbers, losses = measure(sides, rounds, work, "tok", ours)
-    config = makers[ours][1]
-    is_gpu = config.device.startswith("cuda")
-    peak = matmul_rate(config.device, torch.bfloat16 if is_gpu or config.dtype == "bfloat16" else torch.float32)
-    with torch.device("meta"):  # which takes no memory
+            work[name] = config.total_batch_size
+        numbers, losses = measure(sides, rounds, work, unit="tok", ours=ours)
+    _, config = makers[ours]
+    is_bfloat16 = config.device.startswith("cuda") or config.dtype == "bfloat16"
+    peak = matmul_rate(config.device, torch.bfloat16 if is_bfloat16 else torch.float32)
+    with torch.device("meta"):  # takes no memory
         flops = GPT(config.model_config).flops_per_token(config.sequence_length)
     mfu = flops * numbers["tok_per_s"] / peak  # in PaLM's convention
     print(f"MFU: {mfu:.1%} of the peak that matrices of this machine reach")
@@ -279,15 +299,18 @@ RUNGS = {  # the changes, in the order of build-nanogpt's lecture; 50304 is the 
 
 def ladder(options):
     """Measure what each optimization adds to the training step, on top of those before it."""
-    defaults, missing = "batch_size=16,total_batch_size=16384", []  # the lecture's B; on a CPU a small GPT
+    defaults = "batch_size=16,total_batch_size=16384"  # the lecture's B
+    rungs = dict(RUNGS)
     if not options.device.startswith("cuda"):
         defaults = "n_layer=4,n_head=6,n_embd=384,batch_size=1,sequence_length=512,total_batch_size=512"
-        defaults = "" if "preset=" in options.settings else defaults
-        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
-        missing = ["TF32", "this program, B 64"] + ["bfloat16 autocast"] * (not has_bfloat16)
-    makers, changes = {}, ""
-    for name, change in RUNGS.items():
-        if name not in missing:
-            changes += f",{change}"
-            makers[name] = make_ours, configure(options, changes, defaults)
+        if "preset=" in options.settings:
+            defaults = ""
+        del rungs["TF32"], rungs["this program, B 64"]
+        if not torch.cpu._is_avx512_bf16_supported():
+            del rungs["bfloat16 autocast"]
+    makers = {}
+    changes = ""
+    for name, change in rungs.items():
+        changes += f",{change}"
+        makers[name] = make_ours, configure(options, changes, defaults)
     return compare(makers, options.rounds, "this program")

@@ -111,7 +111,7 @@ def test_a_side_that_does_twice_the_work_in_the_same_time_has_a_ratio_of_a_half(
     times = {"ours": [9, 2, 4, 6], "twice": [9, 2, 4, 6], "slower": [9, 2, 12, 36]}
     sides = {name: iter(each).__next__ for name, each in times.items()}
     work = {"ours": 8, "twice": 16, "slower": 8}
-    numbers, _ = bench.measure.measure(sides, 3, work, "tok")
+    numbers, _ = bench.measure.measure(sides, 3, work, unit="tok")
     assert {name: side["ratio"] for name, side in numbers["sides"].items()} == dict(ours=1, twice=0.5, slower=3)
     assert numbers["ratio"] == 0.5 and numbers["tok_per_s"] == 8 / 4
     assert numbers["sides"]["twice"]["tok_per_s"] == 16 / 4 and numbers["sides"]["slower"]["seconds"] == [2, 12, 36]

@@ -56,9 +56,8 @@ def save(path, model, enc=BYTES):
 def rows_of(model, ids, max_new_tokens, enc=None, rows=1, seed=0, **options):
     """The rows that `generate_rows` gives: lists of ids, None where a row had stopped."""
     torch.manual_seed(seed)
-    steps = generate_rows(
-        model, enc or tokenizer_of_257(), ids, Options(max_new_tokens=max_new_tokens, **options), rows
-    )
+    options = Options(max_new_tokens=max_new_tokens, **options)
+    steps = generate_rows(model, enc or tokenizer_of_257(), ids, options=options, rows=rows)
     return [list(row) for row in zip(*steps)]
 
 
@@ -121,7 +120,7 @@ def test_each_row_stops_at_its_own_end(model):
 
 def test_a_character_of_many_bytes_is_printed_when_it_is_whole():
     model, prompt = parrot_model(text="a\u00e9\u20ac"), [CHAT.encode_single_token("<|assistant|>")]
-    pieces = stream_text(model, CHAT, prompt, Options(temperature=0))
+    pieces = stream_text(model, CHAT, prompt, options=Options(temperature=0))
     assert "|".join(pieces) == "a||\u00e9|||\u20ac|"  # of 1, 2 and 3 bytes
 
 
@@ -203,13 +202,13 @@ def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_pa
         messages = [] if line == "again" else messages
         messages.append({"role": "user", "content": line})
         ids = tokenizers.render_question(messages, CHAT)
-        text = "".join(stream_text(talker, CHAT, ids, Options(temperature=0, max_new_tokens=5)))
+        text = "".join(stream_text(talker, CHAT, ids, options=Options(temperature=0, max_new_tokens=5)))
         messages.append({"role": "assistant", "content": text.strip()})
         expected += f"{text}\n"
     assert chat(talker, "hi\nyou?\n/reset\nagain\n").out == expected
     said = chat(model, "hi\n", BYTES)
     assert "was not trained to chat" in said.err and said.out.endswith("\n")
-    monkeypatch.setattr(sample, "stream_text", lambda *args: iter(["\n", "ok", "\n", "User:"]))
+    monkeypatch.setattr(sample, "stream_text", lambda *args, **options: iter(["\n", "ok", "\n", "User:"]))
     assert chat(model, "hi\n", BYTES).out == "\nok\n", "without markers, a line is an answer"
     assert chat(model, "hi\n", CHAT).out == "\nok\nUser:\n"
 
