@@ -275,10 +275,22 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers(data, tmp_path):
     assert samples(tmp_path / "out") == {0: ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4}
 
 
-def test_samples_differ_by_the_seed_and_not_from_step_to_step(data, tmp_path):
+def test_samples_of_the_same_weights_are_the_same_in_each_step(data, tmp_path):
     """At a rate at which nothing is learned."""
-    for seed in (1, 2):
-        train(data, tmp_path / f"{seed}", seed=seed, max_lr=1e-30, min_lr=0, sample_every=2, max_steps=4)
-    ours, theirs = samples(tmp_path / "1"), samples(tmp_path / "2")
-    assert ours[2] == ours[4]
-    assert len({*ours[2], *theirs[2]}) == 8
+    train(data, tmp_path / "out", max_lr=1e-30, min_lr=0, sample_every=2, max_steps=4)
+    texts = samples(tmp_path / "out")
+    assert texts[2] == texts[4]
+
+
+@pytest.mark.gpt2
+def test_samples_are_of_the_50_likeliest_ids(data, tmp_path):
+    """Of a model for which each id is a little less likely than the one before it, whatever the text."""
+    model = tiny_model(vocab_size=257)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.copy_(F.one_hot(torch.tensor(0), 32))
+        model.transformer.wte.weight[:, 0] = -torch.arange(257) / 1000
+    export_huggingface(model, tokenizers.get_encoding("bytes"), tmp_path / "model")
+    train(data, tmp_path / "out", init_from=tmp_path / "model", max_steps=0, sample_every=1, sample_prompt="x")
+    text = "".join(samples(tmp_path / "out")[0])
+    assert max(text.replace("x", "").encode()) == 49

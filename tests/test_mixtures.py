@@ -9,6 +9,7 @@ import torch
 import train_gpt2
 from plumbing.data.windows import mix, stream_names
 from plumbing.run.checkpoint import load_checkpoint
+from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from harness import (
@@ -103,9 +104,10 @@ def test_a_folder_whose_share_is_0_is_not_read_wherever_it_stands(folders):
 def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(folders):
     loader = DataLoaderLite(folders, "train", 1, 16, seed=5, shuffle=True)
     everything = sum(map(rows_in, folders), [])
-    for _ in range(2):
-        found = rows_read(loader, len(everything))
-        assert sorted(found) == sorted(everything) and found != everything
+    first = rows_read(loader, len(everything))
+    second = rows_read(loader, len(everything))
+    assert sorted(first) == sorted(second) == sorted(everything)
+    assert first != everything and first != second, "an order of its own for each epoch"
 
 
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -160,6 +162,26 @@ def test_the_loss_of_folders_without_shares_is_the_mean_by_their_training_window
     train(folders, tmp_path, val_every=6, max_steps=6)
     mean = np.average(losses_by_folder(tmp_path, "val"), axis=0, weights=(293, 56, 24))
     np.testing.assert_allclose(losses(tmp_path, "val"), mean, rtol=1e-6)
+
+
+def test_the_loss_of_folders_in_an_evaluation_is_the_mean_by_their_validation_windows(folders, whole, tmp_path):
+    """Of 62, 43 and 49 windows."""
+    train(folders, tmp_path, init_from=whole, max_steps=0)
+    mean = np.average(losses_by_folder(tmp_path, "val"), axis=0, weights=(62, 43, 49))
+    np.testing.assert_allclose(losses(tmp_path, "val"), mean, rtol=1e-6)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_the_targets_that_masks_leave(folders, whole, tmp_path):
+    """In micro-batches of different numbers of targets, some of which are of the folder with masks."""
+    options = dict(seed=5, data_weights=(1, 1, 0), init_from=whole, batch_size=2, max_steps=1)
+    train(folders, tmp_path, **options)
+    loader = DataLoaderLite(folders, "train", 8, 16, weights=(1, 1, 0), seed=5, shuffle=True)
+    x, y = loader.next_batch()
+    model, _ = train_gpt2.load_model(str(whole))
+    with torch.no_grad():
+        logits, _ = model(x)
+    expected = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
+    assert losses(tmp_path)[0] == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_the_loss_of_a_folder_in_a_mixture_is_its_loss_alone(folders, whole, tmp_path):

@@ -20,6 +20,7 @@ from harness import (
     read_log,
     refused,
     refused_run,
+    samples,
     status_of,
     tiny_flags,
     tiny_model,
@@ -218,16 +219,43 @@ class Dropping(train_gpt2.MLP):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
-def test_another_seed_draws_other_dropout(data, tmp_path, monkeypatch):
-    """Of the same weights and the same data, at a rate at which nothing is learned."""
+@pytest.fixture
+def with_seed(data, tmp_path):
+    """A function: the folder of a run with this seed from the same weights, at a rate at which nothing is learned."""
+
+    def train_still(seed, **changes):
+        if not (tmp_path / "weights").exists():
+            train(data, tmp_path / "weights", max_steps=1)
+        out_dir = tmp_path / f"{seed}"
+        still = dict(init_from=tmp_path / "weights", max_lr=1e-30, min_lr=0, max_steps=2, resume=False)
+        train(data, out_dir, seed=seed, **still | changes)
+        return out_dir
+
+    return train_still
+
+
+def test_another_seed_draws_other_dropout(with_seed, monkeypatch):
     monkeypatch.setattr(train_gpt2, "MLP", Dropping)
-    train(data, tmp_path / "weights", max_steps=1)
-    still = dict(init_from=tmp_path / "weights", shuffle=False, max_lr=1e-30, min_lr=0, max_steps=2)
-    for name, seed in (("1", 1), ("1 again", 1), ("2", 2)):
-        train(data, tmp_path / name, seed=seed, **still)
-    assert read_log(tmp_path / "1", "val") == read_log(tmp_path / "2", "val")
-    assert read_log(tmp_path / "1") == read_log(tmp_path / "1 again")
-    assert read_log(tmp_path / "1") != read_log(tmp_path / "2")
+    first = read_log(with_seed(1, shuffle=False))
+    assert read_log(with_seed(1, shuffle=False)) == first
+    assert read_log(with_seed(2, shuffle=False)) != first
+
+
+def test_another_seed_reads_in_another_order(with_seed):
+    first, second = with_seed(1), with_seed(2)
+    assert read_log(first, "val") == read_log(second, "val")
+    assert read_log(first) != read_log(second)
+
+
+def test_another_seed_draws_other_samples(with_seed):
+    first, second = (samples(with_seed(seed, sample_every=2))[2] for seed in (1, 2))
+    assert len({*first, *second}) == 8
+
+
+def test_another_seed_begins_with_other_weights(data, tmp_path):
+    for seed in (1, 2):
+        train(data, tmp_path / f"{seed}", seed=seed, max_steps=1)
+    assert read_log(tmp_path / "1", "val")[0] != read_log(tmp_path / "2", "val")[0]
 
 
 def test_a_step_whose_targets_are_all_masked_learns_nothing(tmp_path):
@@ -398,6 +426,13 @@ def test_passes_count_the_steps(tmp_path):
     assert len(losses(tmp_path / "branch")) == 61
     starts = [read_starts(tmp_path / name / "run.txt")[0]["config"] for name in ("out", "branch")]
     assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(24, 2), (61, 5)]
+
+
+def test_passes_are_over_all_folders(tmp_path):
+    """97 windows in one, 62 in the other: 159 are 19.9 steps of 8."""
+    data = make_shards(tmp_path / "one", (2000, 1000, 565)), make_shards(tmp_path / "other", (2000, 1000))
+    train(data, tmp_path / "out", passes=1, val_every=0)
+    assert len(losses(tmp_path / "out")) == 20
 
 
 @pytest.mark.parametrize("passes", [0.1, 0.25, 0.5, 1, 3])

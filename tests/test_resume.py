@@ -251,6 +251,18 @@ def test_a_line_of_the_users_in_samples_txt_stays(folder, straight, stopped):
     assert "a note of the user's\n" in path.read_text(encoding="utf-8")
 
 
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+def test_main_leaves_the_signal_handlers_as_they_were(folder, tmp_path):
+    before = [signal.getsignal(number) for number in STOPPING]
+    inside = []
+    with at_steps(lambda step, parts: inside.append(signal.getsignal(signal.SIGTERM))):
+        train(folder, tmp_path / "out", max_steps=1)
+    assert inside != [before[0]]
+    assert [signal.getsignal(number) for number in STOPPING] == before
+
+
 @needs("SIGHUP")
 def test_under_nohup_a_closed_terminal_stops_nothing(folder, tmp_path):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
