@@ -20,12 +20,14 @@ def wandb(monkeypatch):
     wandb = mock.MagicMock(next_step=0)
 
     def init(mode, id, dir, **options):
-        run, id = wandb.run, id or f"new{time.time_ns()}"
+        run = wandb.run
+        id = id or f"new{time.time_ns()}"
         is_online = mode == "online"
         run.url = f"https://wandb.example/{id}" if is_online else None
         run.starting_step = wandb.next_step if is_online else 0
         # wandb names its folders so
-        run.dir = Path(dir, "wandb", f"{'' if is_online else 'offline-'}run-{time.time_ns()}-{id}", "files")
+        name = f"run-{time.time_ns()}-{id}" if is_online else f"offline-run-{time.time_ns()}-{id}"
+        run.dir = Path(dir, "wandb", name, "files")
         run.dir.mkdir(parents=True)
         return run
 
@@ -38,55 +40,97 @@ def wandb(monkeypatch):
 
 def logged(wandb):
     """{(step, stream): value as log.txt has it} of calls of log; a stream's step that comes twice is an error."""
-    calls = [(call.kwargs["step"], call.args[0]) for call in wandb.run.log.call_args_list]
+    values = {}
+    steps = []
+    for call in wandb.run.log.call_args_list:
+        step = call.kwargs["step"]
+        steps.append(step)
+        for stream, value in call.args[0].items():
+            assert (step, stream) not in values
+            values[step, stream] = f"{value:.9g}"
+    assert steps == sorted(steps)
     wandb.run.log.reset_mock()
-    pairs = [((step, stream), f"{value:.9g}") for step, values in calls for stream, value in values.items()]
-    assert len(pairs) == len(dict(pairs)) and [step for step, _ in calls] == sorted(step for step, _ in calls)
-    return dict(pairs)
+    return values
 
 
 def log_of(out_dir, first=0):
-    streams = ("train", "val", "val_bpb", "lr", "norm", "tok/s")
-    values = {(step, stream): value for stream in streams for step, value in read_log(out_dir, stream).items()}
-    return {key: value for key, value in values.items() if key[0] >= first}
+    values = {}
+    for stream in ("train", "val", "val_bpb", "lr", "norm", "tok/s"):
+        for step, value in read_log(out_dir, stream).items():
+            if step >= first:
+                values[step, stream] = value
+    return values
 
 
 def lose_the_last_steps(out_dir):
     """Leave a finished run as a crash after step 11 would, whose newest checkpoint is of step 8."""
     (out_dir / "model_00012.pt").unlink()
-    shutil.rmtree(out_dir / "hf")
+    shutil.rmtree(out_dir / "hf", ignore_errors=True)
 
 
-@pytest.mark.gpt2
-def test_the_log_is_mirrored_and_a_resumed_run_goes_on_in_the_same_curve(data, tmp_path, wandb):
-    run = tmp_path / "run"
-    said = train(data, run, wandb="gpt2")
-    assert logged(wandb) == log_of(run)
+def identity_of(wandb):
+    return Path(wandb.run.dir).parent.name.rpartition("-")[2]
+
+
+@pytest.fixture
+def out_dir(data, tmp_path, wandb):
+    """A finished run that was mirrored."""
+    train(data, tmp_path / "run", wandb="gpt2")
+    return tmp_path / "run"
+
+
+def test_the_log_is_mirrored(data, tmp_path, wandb):
+    said = train(data, tmp_path / "run", wandb="gpt2")
+    assert logged(wandb) == log_of(tmp_path / "run")
     init = wandb.init.call_args.kwargs
-    assert init["mode"] == "online" and init["project"] == "gpt2" and init["config"]["vocab_size"] == 320
+    assert init["mode"] == "online" and init["project"] == "gpt2"
+    assert init["config"]["vocab_size"] == 320
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=0)]
-    identity = wandb.run.url.rpartition("/")[2]
-    assert f"mirrored at https://wandb.example/{identity}" in said
+    assert f"mirrored at https://wandb.example/{identity_of(wandb)}" in said
 
-    # the server has the steps up to 9, the checkpoint is of step 8, the new process repeats all from there
-    lose_the_last_steps(run)
+
+def test_a_resumed_run_goes_on_in_the_same_curve(data, out_dir, wandb):
+    """The server has the steps up to 9, the checkpoint is of step 8, and the new process repeats all from there."""
+    logged(wandb)
+    identity = identity_of(wandb)
+    lose_the_last_steps(out_dir)
     wandb.next_step = 10
-    train(data, run, wandb="gpt2", batch_size=2)
+    train(data, out_dir, wandb="gpt2", batch_size=2)
     again = wandb.init.call_args.kwargs
     assert again["id"] == identity and again["resume"] == "allow" and again["allow_val_change"]
-    assert logged(wandb) == log_of(run, first=10)
+    assert logged(wandb) == log_of(out_dir, first=10)
 
-    # offline, the upload replaces what the server had, so it has to have all steps
-    lose_the_last_steps(run)
+
+@pytest.mark.parametrize("begun", ["online", "offline"])
+def test_a_run_that_is_resumed_offline_is_the_same_run_with_all_steps(begun, data, tmp_path, wandb):
+    """Its upload replaces what the server had."""
+    wandb.login.return_value = begun == "online"
+    train(data, tmp_path / "run", wandb="gpt2")
+    logged(wandb)
+    identity = identity_of(wandb)
+    lose_the_last_steps(tmp_path / "run")
     wandb.login.return_value = False
-    said = train(data, run, wandb="gpt2")
-    assert [wandb.init.call_args.kwargs[name] for name in ("mode", "id")] == ["offline", identity]
-    assert logged(wandb) == log_of(run)
-    assert f"wandb sync {run / 'wandb' / 'offline-run-'}" in said
+    said = train(data, tmp_path / "run", wandb="gpt2")
+    assert wandb.init.call_args.kwargs["mode"] == "offline"
+    assert identity_of(wandb) == identity
+    assert logged(wandb) == log_of(tmp_path / "run")
+    assert f"wandb sync {tmp_path / 'run' / 'wandb' / 'offline-run-'}" in said
 
-    branch = tmp_path / "branch"  # a run of its own with its parent's curve
-    train(data, branch, wandb="gpt2", branch_from=run / "model_00008.pt", max_lr=1e-3)
-    assert wandb.init.call_args.kwargs["id"] is None and logged(wandb) == log_of(branch)
+
+@pytest.mark.parametrize("has_login", [True, False])
+@pytest.mark.parametrize("mode", ["online", "offline", "disabled", "shared"])
+def test_wandb_mode_is_obeyed(mode, has_login, data, tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    wandb.login.return_value = has_login
+    train(data, tmp_path / "run", wandb="gpt2", max_steps=1)
+    assert wandb.init.call_args.kwargs["mode"] == mode
+
+
+def test_a_branch_is_another_run_with_its_parents_curve(data, out_dir, tmp_path, wandb):
+    logged(wandb)
+    train(data, tmp_path / "branch", wandb="gpt2", branch_from=out_dir / "model_00008.pt", max_lr=1e-3)
+    assert wandb.init.call_args.kwargs["id"] is None
+    assert logged(wandb) == log_of(tmp_path / "branch")
 
 
 @pytest.mark.parametrize("trouble", ["init", "run.log", "run.finish"])
@@ -114,17 +158,17 @@ def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp
     assert listing(tmp_path) == before
 
 
+@pytest.mark.skipif(not wandb_log.is_installed(), reason="wandb is optional and not installed")
 def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch):
-    if not wandb_log.is_installed():
-        pytest.skip("wandb is optional and not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
     out = train(data, run, wandb="gpt2")
     assert "warning" not in out
-    (folder,) = (run / "wandb").glob("offline-run-*")
-    (file,) = folder.glob("run-*.wandb")
+    [folder] = (run / "wandb").glob("offline-run-*")
+    [file] = folder.glob("run-*.wandb")
     assert f"wandb sync {folder}" in out
-    assert all(stream in file.read_bytes() for stream in (b"train", b"val", b"lr", b"max_lr"))
+    content = file.read_bytes()
+    assert all(stream in content for stream in (b"train", b"val", b"lr", b"max_lr"))
     lose_the_last_steps(run)
     train(data, run, wandb="gpt2")
     assert len(list((run / "wandb").glob(f"offline-run-*/{file.name}"))) == 2, "the same run"
