@@ -17,7 +17,7 @@
 
 A run writes to --out-dir: log.txt (`step stream value` per line), samples.txt, run.txt (commands, settings, machines),
 a copy of this file, model_<step>.pt (checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). The same
-command again, or --out-dir alone, continues a run that was stopped, killed or has crashed, even on other GPUs.
+command again, or --out-dir alone, continues a run that was stopped or killed or has crashed, even on other GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
@@ -142,9 +142,8 @@ PRESETS = {
 # fmt: on
 
 
-if (
-    __name__ == "__main__"
-):  # --help and a mistyped flag end the program before torch is imported, which takes seconds
+# --help and a mistyped flag end the program here, before torch is imported, which takes seconds
+if __name__ == "__main__":
     typed = console.run(read_flags, TrainConfig, PRESETS)
 
 from concurrent.futures import ThreadPoolExecutor
@@ -255,9 +254,9 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # how it is computed, which does not belong to the model: set for a run, or where a model is loaded
+        # how the model is computed, which is no part of it: set in setup() and load_model()
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
-        self.has_cache = True  # whether a cache gives what the whole text gives: plumbing/run/checks.py tries it
+        self.has_cache = True  # whether decoding with a cache gives the same result as reading the whole text
         self.transformer: Any = nn.ModuleDict()
         self.transformer.wte = init_normal(nn.Embedding(config.vocab_size, config.n_embd))
         # for position embeddings, GPT-2 had std 0.01; 0.02 is now usual
@@ -270,7 +269,7 @@ class GPT(nn.Module):
     def hidden_states(self, idx: torch.Tensor, cache=None) -> torch.Tensor:
         """Map token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
 
-        cache: a kernels.KVCache of the tokens before idx, to which those of idx are added.
+        cache: a kernels.KVCache of the tokens before idx. The tokens of idx are added to it.
         """
         T = idx.size(1)
         start = cache.length if cache else 0
@@ -295,17 +294,17 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses of logits (N, vocabulary) and targets (N,), of which IGNORE_INDEX do not count.
+        """Sum the losses of logits (N, vocabulary) and targets (N,). Targets equal to IGNORE_INDEX are skipped.
 
-        These are some rows of a batch at a time, so no row's loss may depend on another row. In float32: near 11, a
-        bfloat16 is exact to 0.06 only.
+        It is called for some rows of a batch at a time, so a row's loss may not depend on other rows. Computed in
+        float32: near a loss of 11, bfloat16 has steps of 0.06.
         """
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, return_logits: bool = True):
         """Map token ids (B, T) to (logits, loss): logits (B, T, vocabulary), and the mean loss over targets (B, T).
 
-        Targets equal to IGNORE_INDEX do not count; without targets, the loss is None. With return_logits=False and
+        Targets equal to IGNORE_INDEX are skipped. Without targets, the loss is None. With return_logits=False and
         targets, the logits are None, which saves their memory.
         """
         logits = self.logits(self.hidden_states(idx))
@@ -314,7 +313,7 @@ class GPT(nn.Module):
         targets = targets.flatten()
         # in chunks of rows: F.cross_entropy copies its input to float32, which for all logits at once is gigabytes
         loss = kernels.in_chunks(self.cross_entropy, logits.flatten(0, 1), targets)
-        # add other losses `if self.training` only, so that validation losses can be compared between models
+        # add other losses only `if self.training`, so that validation losses can be compared between models
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
         return logits if return_logits else None, loss / num_targets
 
@@ -811,10 +810,11 @@ def evaluate(step, parts: Parts, run):
         run.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
     # add your own evaluation here, like HellaSwag's: the stream that it reports is logged, plotted and compared
     if is_due_now(config.sample_every):
-        has_learned = step > 0 or config.max_steps == 0  # a new model's samples would be noise
-        whole = parts._replace(raw_model=whole_model(parts.raw_model))
-        if has_learned and world.rank == 0:
-            run.log_samples(step, generate_samples(whole))
+        has_learned = step > 0 or config.max_steps == 0
+        if has_learned:  # a new model's samples would be noise
+            whole = parts._replace(raw_model=whole_model(parts.raw_model))
+            if world.rank == 0:
+                run.log_samples(step, generate_samples(whole))
     parts.raw_model.train()
 
 
@@ -852,9 +852,8 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
         # gradients may not fit
         if uses_ddp(config, world):
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-        with autocast(
-            config, world
-        ):  # for the forward pass and the loss; the backward pass follows their dtypes
+        # only forward pass and loss are under autocast; the backward pass follows their dtypes
+        with autocast(config, world):
             _, loss = model(x, y, return_logits=False)
         # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's
         # targets; times the world size, because DDP averages over the ranks
@@ -1053,9 +1052,8 @@ def wrap(raw_model, config, world, *, compiled):
 def setup(start, world) -> Parts:
     """Load, make and check everything that the run needs. Nothing in its folder is written yet."""
     config = start.config
-    torch.set_float32_matmul_precision(
-        "high" if world.device.type == "cuda" else "highest"
-    )  # high: TF32, since Ampere
+    # high: TF32, which GPUs have since Ampere
+    torch.set_float32_matmul_precision("high" if world.device.type == "cuda" else "highest")
     loader, val_loaders, enc = load_data(config, world)
     check_data(config, loader, val_loaders, enc=enc, num_ids=config.vocab_size, world=world)
     token_bytes, text, num_ids = None, None, config.vocab_size
