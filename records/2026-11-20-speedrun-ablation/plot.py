@@ -7,7 +7,8 @@ import matplotlib.pyplot as plt
 from ablation import val_losses
 
 HERE = Path(__file__).parent
-COLORS = {"adamw": "#7f7f7f", "muon": "#1f77b4", "best": "#d62728"}
+STYLE = HERE.parent.parent / "plumbing" / "notebook.mplstyle"
+COLORS = {"adamw": "#8a929c", "muon": "#1f4e79", "best": "#d9792b"}
 PANELS = [
     ("tune", "tuning: technical documents", "1337", [
         ("adamw-cosine-0.004", "AdamW, cosine (gpt2's recipe, best of 3 rates)", "adamw", "-"),
@@ -26,8 +27,8 @@ PANELS = [
 
 
 def main():
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    plt.style.use(STYLE)
+    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.8))
     for ax, (folder, title, seed, lines) in zip(axes, PANELS):
         for name, label, color, style in lines:
             losses = val_losses(HERE / folder / f"{name}-seed{seed}.txt")
@@ -35,7 +36,7 @@ def main():
         target = list(val_losses(HERE / folder / f"adamw-cosine-0.004-seed{seed}.txt").values())[-1]
         ax.axhline(target, color=COLORS["adamw"], linewidth=0.8, alpha=0.6)
         ax.set(title=title, xlabel="training tokens (millions)", ylabel="validation loss (nats per byte)", ylim=(1.7, 4.3))
-        ax.legend(frameon=False, fontsize=8.5)
+        ax.legend(fontsize=8.5, handlelength=1.6)
     figure.savefig(HERE / "curves.png", dpi=110)
 
 
