@@ -572,6 +572,8 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon would orthogonalize one matrix after another on every rank, and query, key and value as one.
     """
 
+    numbers_per_parameter = 1  # of its state, the momentum: for the account of a run
+
     def __init__(self, groups, lr, momentum, weight_decay):
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, split=1)
         super().__init__(groups, defaults | dict(foreach=True))  # all gradients are set to zero at once

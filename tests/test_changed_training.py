@@ -284,7 +284,7 @@ def test_blocks_that_ranks_leave_out_at_random_are_refused_unless_ddp_looks_for_
 
 def test_a_forward_pass_may_return_more_than_logits_and_loss(data, tmp_path):
     edits = {
-        "        return logits, loss / num_targets\n": "        return logits, loss / num_targets, x\n",
+        "return logits if return_logits else None, loss / num_targets\n": "return logits, loss / num_targets, logits\n",
         "_, loss = model(x, y, return_logits=False)": "_, loss, _ = model(x, y, return_logits=False)",
     }
     path = changed_trainer(tmp_path / "train_gpt2.py", edits)

@@ -1,11 +1,8 @@
 """What a run will do and cost, said before its first step. A dry run says only this."""
 
 import collections
-import copy
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from plumbing.cli.console import count, duration, note, print0, print_next, short
 from plumbing.cli.flags import flag_of
@@ -113,7 +110,7 @@ def describe_time(config: Any, parameters: int, *, flops: float, seconds: float)
 def size_rows(config: Any, parts: Any) -> Iterator[Row]:
     """How much memory and disk space the run takes."""
     weights = sum(p.nbytes for p in parts.raw_model.parameters())
-    state = sum(state_bytes(optimizer, parts.world.device) for optimizer in parts.optimizers)
+    state = sum(map(state_bytes, parts.optimizers))
     activations = parts.found.kept_bytes * parts.found.B
     kept = f", at most {size(activations)} for activations" if activations else ""
     world = parts.world
@@ -139,37 +136,13 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
     )
 
 
-def state_bytes(optimizer: Any, device: torch.device) -> float:
-    """The bytes of an optimizer's state. Before its first step, a step of a copy with small parameters shows them.
-
-    All ranks must call this, because in a step they may wait for each other.
-    """
-    if optimizer.state:
-        return sum(map(num_bytes, optimizer.state.values()))
-    parameters = []
+def state_bytes(optimizer: Any) -> float:
+    """The bytes of an optimizer's state: two numbers for each parameter unless its class has another count."""
+    numbers = getattr(optimizer, "numbers_per_parameter", 2)
+    total = 0
     for group in optimizer.param_groups:
-        parameters += group["params"]
-    small = {}  # {the id of a parameter: what the copy has instead}, as deepcopy takes it
-    for p in parameters:
-        shape = [min(length, 24) for length in p.shape]
-        small[id(p)] = torch.zeros(shape, dtype=p.dtype, device=device)
-        small[id(p)].grad = torch.zeros_like(small[id(p)])
-    twin = object.__new__(type(optimizer))
-    try:
-        vars(twin).update(copy.deepcopy(vars(optimizer), dict(small)))
-        twin.step()
-    except Exception:  # the step may need a closure, say: assume two numbers for each parameter, as in AdamW
-        return 2 * sum(p.nbytes for p in parameters)
-    total = 0.0
-    for p in parameters:
-        one = small[id(p)]
-        total += num_bytes(twin.state[one]) * p.numel() / one.numel()
-    return total
-
-
-def num_bytes(state: dict[str, Any]) -> int:
-    """The bytes of a parameter's state; a single number is a count of steps and not included."""
-    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+        total += sum(p.nbytes for p in group["params"])
+    return numbers * total
 
 
 def size(number: float) -> str:
