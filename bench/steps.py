@@ -20,10 +20,10 @@ from bench.measure import matmul_rate, measure
 from plumbing.cli import flags
 from plumbing.cli.console import UserError
 from plumbing.run.start import check_config
-from plumbing.system import autofit
 from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
 from plumbing.system.float8 import Float8Linear
+from plumbing.system.trial import Trial, find_what_fits, undone
 from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig
 
 
@@ -131,11 +131,11 @@ def make_ours(config, folder):
     if config.plain_attention:
         for block in raw_model.transformer.h:
             block.attn.__class__ = PlainAttention  # keeps its weights
-    trial = autofit.Trial(
+    trial = Trial(
         raw_model, wrap=train_gpt2.wrap, autocast=train_gpt2.autocast, num_ids=257, config=config, world=world
     )
-    with autofit.undone(raw_model):
-        found = autofit.find_what_fits(trial)
+    with undone(raw_model):
+        found = find_what_fits(trial)
     if config.compile and not found.compiled:
         raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
     if found.B < config.batch_size:

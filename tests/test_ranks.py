@@ -12,7 +12,7 @@ import torch
 import train_gpt2
 from plumbing.data import tokenizers
 from plumbing.run.huggingface import export_huggingface
-from plumbing.system import autofit
+from plumbing.system import memory
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
@@ -112,7 +112,7 @@ def train_with_less_memory_on_rank_1(args):
     def bound(*args):
         return 1 if os.environ["RANK"] == "1" else 4
 
-    with patched(autofit, "bound_on_B", bound):
+    with patched(memory, "bound_on_B", bound):
         train_gpt2.main(args)
 
 

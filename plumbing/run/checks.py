@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from plumbing.cli.console import UserError, is_out_of_memory, note, print0
-from plumbing.system.autofit import SkipInit, new_model, undone
 from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache
+from plumbing.system.memory import SkipInit, new_model
+from plumbing.system.trial import undone
 
 # parameters times tokens: a CPU computes such a forward pass in a tenth of a second, a GPU thousands of times more
 CPU_WORK, GPU_WORK = 4e9, 1e13

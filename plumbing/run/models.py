@@ -26,7 +26,7 @@ from plumbing.run.checkpoint import (
     newest_checkpoint,
     read_file,
 )
-from plumbing.system.autofit import SkipInit, new_model
+from plumbing.system.memory import SkipInit, new_model
 
 Config = TypeVar("Config")
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")

@@ -26,9 +26,9 @@ from plumbing.run.commands import print_next_commands
 from plumbing.run.huggingface import is_export_of
 from plumbing.run.options import StartOptions, changed_settings, inheritable, is_per_node, names_of
 from plumbing.run.run import Ended, export
-from plumbing.system import autofit, devices, sharding
-from plumbing.system.autofit import Fit, Trial
+from plumbing.system import devices, memory, sharding
 from plumbing.system.distributed import World
+from plumbing.system.trial import Fit, Trial, estimate, find_what_fits, try_sharded, undone
 
 MakeConfig = Callable[[dict[str, Any], dict[str, Any], World], Any]
 
@@ -337,11 +337,11 @@ def first_model(model_class: type, start: Start, device: torch.device, *, ranks:
         return model.to(device)
     if start.config.dry_run:  # which is about any machine
         # a model that reads its first values is not made without memory
-        with contextlib.suppress(Exception), torch.device("meta"), autofit.SkipInit():
+        with contextlib.suppress(Exception), torch.device("meta"), memory.SkipInit():
             return model_class(config)
     elif start.config.max_steps and not start.config.shard:
-        autofit.check_memory(lambda: model_class(config), device, ranks=ranks)
-    return autofit.new_model(model_class, config).to(device)
+        memory.check_memory(lambda: model_class(config), device, ranks=ranks)
+    return memory.new_model(model_class, config).to(device)
 
 
 def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torch.Tensor]) -> Any:
@@ -370,11 +370,11 @@ def sharded_model(
     if config.dry_run:
         return first_model(model_class, start, world.device)
     if config.max_steps:
-        autofit.check_memory(make_model, world.device, ranks=world.size, shares=world.size)
+        memory.check_memory(make_model, world.device, ranks=world.size, shares=world.size)
     whole = world.run_on_master(first_model, model_class, start, torch.device("cpu"))
     has_cache = world.broadcast_from_master(examine, whole, text, num_ids, longest)
     try:
-        with torch.device("meta"), autofit.SkipInit():
+        with torch.device("meta"), memory.SkipInit():
             model = make_model()
         shard(model, config, world)
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -406,11 +406,11 @@ def try_out(
     config, world = trial.config, trial.world
     checks.check_groups(raw_model, optimizers)
     if config.dry_run:
-        return autofit.estimate(trial), True
+        return estimate(trial), True
     if config.shard:
-        return autofit.try_sharded(trial), raw_model.has_cache
-    with autofit.undone(raw_model):
-        found = autofit.find_what_fits(trial)
+        return try_sharded(trial), raw_model.has_cache
+    with undone(raw_model):
+        found = find_what_fits(trial)
     has_cache = world.broadcast_from_master(examine, raw_model, text, trial.num_ids, longest)
     return found, has_cache
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from plumbing.system.autofit import SkipInit
 from plumbing.system.distributed import World
+from plumbing.system.memory import SkipInit
 
 
 def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:

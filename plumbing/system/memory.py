@@ -1,0 +1,93 @@
+"""What fits into memory: models made without weights, the activations of a sequence, and a bound on the batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from plumbing.cli.console import UserError
+from plumbing.system import devices
+from plumbing.system.distributed import environment_number
+
+
+class SkipInit(TorchFunctionMode):
+    """Context in which torch.nn.init does nothing. A model whose weights are loaded next is made seconds faster."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def new_model(model_class: Callable[[Any], Any], config: Any) -> Any:
+    """Make a model whose buffers are contiguous: an expanded one could be neither written to nor broadcast."""
+    model = model_class(config)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.contiguous()
+    return model
+
+
+def count_parameters(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def check_memory(make_model: Callable[[], Any], device: torch.device, *, ranks: int, shares: int = 1) -> None:
+    """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights.
+
+    ranks: of the run; shares: the number of ranks over which the model is shared out.
+    """
+    try:
+        with torch.device("meta"), SkipInit():
+            parameters = count_parameters(make_model())
+    except (
+        Exception
+    ):  # a model that reads its first values cannot be made without them: torch says what is wrong
+        return
+    available = devices.free_memory(device)
+    needed = 16 * parameters / shares
+    if needed > available:
+        advice = "Use a smaller model, or a larger device."
+        if shares < ranks:
+            advice = f"Add --shard: then each of the {ranks} ranks needs {needed / ranks / 2**30:,.1f} GiB."
+        raise UserError(
+            f"This model is too large: training takes 16 bytes for each parameter, {needed / 2**30:,.1f} GiB here, but "
+            f"{available / 2**30:,.1f} GiB are free. {advice}"
+        )
+
+
+def count_kept_bytes(
+    forward: Callable[[], torch.Tensor], model: Any, *, keeps_casts: bool
+) -> tuple[int, torch.Tensor]:
+    """(the bytes that forward() keeps for the backward pass besides the weights, its result).
+
+    keeps_casts: whether autocast keeps the weights in 16 bits, whatever the number of sequences.
+    """
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()  # subtle: with the tensor itself, graph and tensor would keep one another alive
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    for weight in model.parameters():
+        kept.pop(weight.untyped_storage()._cdata, None)
+    num_bytes = sum(kept.values())
+    if keeps_casts:
+        num_bytes -= 2 * count_parameters(model)
+    return max(0, num_bytes), result
+
+
+def bound_on_B(kept_bytes: int, state_bytes: float, device: torch.device) -> int:
+    """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process.
+
+    kept_bytes: of each sequence; state_bytes: of gradients and optimizer state.
+    """
+    free = devices.free_memory(device) - state_bytes
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).is_integrated:
+        # main memory runs out without an error, and a step needs more than it keeps
+        free /= 2 * environment_number("LOCAL_WORLD_SIZE", 1)
+    return max(1, int(min(free / max(1, kept_bytes), 2**30)))  # free may be infinite

@@ -1,0 +1,356 @@
+"""A trial of the first training step, which finds what works on this machine and the largest B that fits."""
+
+import contextlib
+import copy
+import functools
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from plumbing.cli.console import UserError, count, first_line, is_out_of_memory, print0
+from plumbing.system import devices, memory
+from plumbing.system.distributed import World
+
+FITS, FAILED, NOT_COMPILED, OUT_OF_MEMORY = range(4)  # outcomes of a trial; all ranks act on the worst one
+COMPILED = "torch.compile"
+# {what to do without if a trial fails, from last to first: the attention kernels to disable}. torch prefers cuDNN's
+KERNELS = {"fused attention": devices.FUSED_ATTENTION, COMPILED: (), "cuDNN's attention": ("cudnn",)}
+SLOW_WORK = 3e11  # parameters times tokens of a step that takes a CPU ten seconds or more
+TOO_LARGE = (
+    "Even one sequence does not fit in memory. Lower --sequence-length or the model's size, or add "
+    "--activation-checkpointing."
+)
+
+
+class Trial(NamedTuple):
+    """Everything that a trial step needs. In an evaluation only the forward pass is tried."""
+
+    raw_model: Any
+    wrap: Callable[..., Any]  # wrap(raw_model, config, world, compiled=) makes the model to train
+    autocast: Callable[..., Any]  # autocast(config, world) is the context of a forward pass
+    num_ids: int
+    config: Any
+    world: World
+
+    @property
+    def trains(self) -> bool:
+        return self.config.max_steps > 0
+
+    @property
+    def compiles(self) -> bool:
+        """Whether to use torch.compile: by default on CUDA."""
+        if self.config.compile is None:
+            return self.world.device.type == "cuda"
+        return self.config.compile
+
+    @property
+    def windows_per_rank(self) -> int:
+        """The windows of a step for each rank, of which B is a divisor."""
+        return self.config.total_batch_size // (self.config.sequence_length * self.world.size)
+
+    def random_batch(self, B: int) -> torch.Tensor:
+        """x and y of random ids, (2, B, T)."""
+        shape = (2, B, self.config.sequence_length)
+        return torch.randint(self.num_ids, shape, device=self.world.device)
+
+    def loss(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with self.autocast(self.config, self.world):
+            return model(x, y, return_logits=False)[1]
+
+    def count_kept_bytes(self, model: Any, batch: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """(the bytes that the forward pass of a sequence keeps for the backward pass, its loss)."""
+        # recomputed blocks convert their weights again
+        keeps_casts = self.config.dtype != "float32" and not self.config.activation_checkpointing
+        forward = functools.partial(self.loss, model, *batch)
+        return memory.count_kept_bytes(forward, model, keeps_casts=keeps_casts)
+
+    def choose_B(self, kept_bytes: int) -> int:
+        """The largest B that may fit on each rank, up to --batch-size."""
+        if self.compiles:
+            kept_bytes //= 3  # compiled, GPT-2 keeps less than half as much
+        state_bytes = 0.0
+        if self.trains:  # gradients and AdamW's two moments; the weights are there already
+            state_bytes = 12.0 * memory.count_parameters(self.raw_model)
+        if self.config.shard:
+            state_bytes /= self.world.size
+        bounds = self.world.gather(memory.bound_on_B(kept_bytes, state_bytes, self.world.device))
+        return largest_divisor(self.windows_per_rank, at_most=min(self.config.batch_size, *bounds))
+
+
+class Fit(NamedTuple):
+    """What works on this machine, and is therefore used. run.txt has all but the model."""
+
+    model: Any  # the model to train, compiled and in DDP where that is asked for
+    B: int
+    compiled: bool
+    attention: list[str]  # the fused kernels that may be used
+    given_up: list[str]  # names in KERNELS
+    kept_bytes: int  # that the forward pass of a sequence keeps for the backward pass, without torch.compile
+    seconds_per_token: float  # of the trial on a CPU; a GPU is still busy when it ends
+
+
+def find_what_fits(trial: Trial) -> Fit:
+    """Try a step on random ids, and do without whatever fails on this machine. B is halved while memory runs out.
+
+    All ranks take the same fallback. The trial may write to the model: see `undone`.
+    """
+    config, world, raw_model = trial.config, trial.world, trial.raw_model
+    is_gpu = world.device.type == "cuda"
+    optional = ["fused attention"]
+    if trial.compiles:
+        optional.append(COMPILED)
+    if is_gpu:
+        prepare_gpu(config.sequence_length, world)
+        if torch.backends.cuda.cudnn_sdp_enabled():
+            optional.append("cuDNN's attention")
+    given_up: dict[str, str] = {}  # {name: reason}
+    # one sequence without torch.compile first, so that a mistake in the model shows as itself
+    eager = [name for name in optional if name != COMPILED]
+    tried = attempt(functools.partial(try_sequence, trial), trial, eager, given_up=given_up)
+    if not tried:
+        raise UserError(TOO_LARGE)
+    kept_bytes, unused = tried
+    optional = [name for name in optional if name not in given_up]
+    B = trial.choose_B(kept_bytes)
+    while True:
+        work = memory.count_parameters(raw_model) * B * config.sequence_length
+        if trial.compiles or (world.device.type == "cpu" and work > SLOW_WORK):
+            print0(f"Trying B = {B}, which may take minutes.")
+        tried = attempt(functools.partial(try_step, trial, optional, B), trial, optional, given_up=given_up)
+        if tried:
+            break
+        if B == 1:
+            raise UserError(TOO_LARGE)
+        B = largest_divisor(trial.windows_per_rank, at_most=B // 2)
+        print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
+    for name, reason in given_up.items():
+        print0(f"warning: A training step failed with {name} ({reason}). Training goes on without it.")
+    model, seconds = tried
+    if not getattr(model, "find_unused_parameters", True):  # DDP's
+        check_unused(unused, world)
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()  # failed trials do not count
+    return Fit(
+        model=model,
+        B=B,
+        compiled=COMPILED in optional,
+        attention=devices.enabled_attention(world.device.type),
+        given_up=list(given_up),
+        kept_bytes=kept_bytes,
+        seconds_per_token=seconds / (B * config.sequence_length * world.size),
+    )
+
+
+def attempt(action: Callable[[], Any], trial: Trial, optional: list[str], *, given_up: dict[str, str]) -> Any:
+    """Return action(), or None if memory runs out on any rank.
+
+    Whenever it fails, the last name in `optional` moves to `given_up`, with the reason. An error that remains without
+    all of them is the model's own, and is raised.
+    """
+    world = trial.world
+    while True:
+        result = error = None
+        try:
+            result = action()
+        except UserError:
+            raise
+        except Exception as caught:  # torch.compile may raise anything
+            error = caught
+            traceback.clear_frames(error.__traceback__)  # frees the memory of the failed try
+        trial.raw_model.zero_grad(set_to_none=True)
+        outcome = world.max_over_ranks(outcome_of(error))
+        if outcome == FITS:
+            return result
+        result = None  # frees DDP's buckets as well
+        torch._dynamo.reset()  # it gives up after 8 compilations of a function, failed ones included
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing without CUDA
+        if outcome == OUT_OF_MEMORY:
+            return None
+        if not optional:
+            raise error or UserError("A training step failed on another rank, which says why.")
+        name = optional[-1]
+        if outcome == NOT_COMPILED and COMPILED in optional:
+            name = COMPILED
+        optional.remove(name)
+        given_up[name] = "on another rank"
+        if error:
+            given_up[name] = f"{type(error).__name__}: {first_line(error)}"
+        devices.disable_attention(*KERNELS[name])
+
+
+def outcome_of(error: Exception | None) -> int:
+    if not error:
+        return FITS
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    from torch._dynamo.exc import TorchDynamoException  # takes a second
+
+    if isinstance(error, TorchDynamoException):  # no triton, no C compiler, a GPU that it does not know
+        return NOT_COMPILED
+    return FAILED
+
+
+def prepare_gpu(T: int, world: World) -> None:
+    """Leave memory for other users of the GPU before the trial fills it, and choose attention for T."""
+    # This function has not been tried on a GPU yet. NCCL takes hundreds of MB at the first large all-reduce. On
+    # Windows, where the screen uses the GPU as well, the driver does not fail when it is full: it moves tensors to main
+    # memory, and steps take several times as long
+    share = 0.95
+    if sys.platform == "win32":
+        free, total = torch.cuda.mem_get_info()
+        share *= (free + torch.cuda.memory_reserved()) / total  # the model is there already
+    torch.cuda.set_per_process_memory_fraction(share)
+    if world.size > 1:
+        dist.all_reduce(torch.zeros(25 * 2**20, device=world.device))
+    if T % 128:  # for such T, cuDNN's backward pass has given NaN (pytorch issue 196678)
+        devices.disable_attention("cudnn")
+
+
+@contextlib.contextmanager
+def undone(model: Any) -> Iterator[None]:
+    """Context that restores the model's weights, buffers and extra state, and the random state, when it ends.
+
+    Meanwhile main memory holds a copy of them.
+    """
+
+    def on_cpu(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to("cpu", copy=True)
+        return copy.deepcopy(value)
+
+    state = tree_map(on_cpu, model.state_dict())
+    buffers = tree_map(on_cpu, dict(model.named_buffers()))
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            try:
+                model.load_state_dict(state)
+            except RuntimeError as error:
+                raise UserError(
+                    "The model cannot load its own state dict, so no checkpoint of this run could be used: "
+                    f"{' '.join(str(error).split())}"
+                ) from None
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():  # also those that no state dict has
+                    buffer.copy_(buffers[name])
+
+
+def try_sequence(trial: Trial) -> tuple[int, list[str]]:
+    """(the bytes that the forward pass of a sequence keeps for the backward pass; with several ranks, the names of the
+    parameters on which the loss does not depend).
+    """
+    model, device = trial.raw_model, trial.world.device
+    batch = trial.random_batch(1)
+    before = devices.random_state(device)
+    kept_bytes, loss = trial.count_kept_bytes(model, batch)
+    if trial.world.size == 1 or not trial.trains:
+        return kept_bytes, []
+    draws = not torch.equal(before, devices.random_state(device))
+    unused = unused_parameters(model, loss)
+    if draws:  # a model may leave out other blocks each time, and one forward pass does not show them all
+        for _ in range(7):
+            unused |= unused_parameters(model, trial.loss(model, *batch))
+    return kept_bytes, sorted(unused)
+
+
+def unused_parameters(model: Any, loss: torch.Tensor) -> set[str]:
+    """The names of the parameters that get no gradient of this loss."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+
+
+def check_unused(names: list[str], world: World) -> None:
+    """Raise UserError, on all ranks, if DDP would wait for the gradient of a parameter that has none."""
+    unused = sorted(set().union(*world.gather(names)))
+    if unused:
+        raise UserError(
+            f"A step does not use {count(len(unused), 'parameter')}, such as {unused[0]}, but with several ranks DDP "
+            "needs a gradient of each in every step. Delete them from the model, set their requires_grad to False, or, "
+            "if steps use others at random, add find_unused_parameters=True to DDP in wrap()."
+        )
+
+
+def estimate(trial: Trial) -> Fit:
+    """Replace the trial in a dry run by an estimate, on tensors without memory."""
+    model = trial.raw_model
+    try:
+        with FakeTensorMode(), memory.SkipInit(), trial.world.device:
+            new = type(model)(model.config)
+            new.activation_checkpointing = trial.config.activation_checkpointing
+            kept_bytes, _ = trial.count_kept_bytes(new, trial.random_batch(1))
+    except Exception:  # the model reads values that it computes; the account leaves its activations out
+        kept_bytes = 0
+    return Fit(
+        model=model,
+        B=trial.choose_B(kept_bytes),
+        compiled=False,
+        attention=[],
+        given_up=[],
+        kept_bytes=kept_bytes,
+        seconds_per_token=0.0,
+    )
+
+
+def try_sharded(trial: Trial) -> Fit:
+    """Estimate B for a sharded model, and try one sequence: the ranks would hang if one of them ran out of memory."""
+    found = estimate(trial)
+    model = trial.wrap(trial.raw_model, trial.config, trial.world, compiled=trial.compiles)
+    buffers = {name: buffer.clone() for name, buffer in trial.raw_model.named_buffers()}
+    try:
+        loss = trial.loss(trial.raw_model, *trial.random_batch(1))
+        if trial.trains:
+            loss.backward()
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise UserError(TOO_LARGE) from None
+        raise UserError(
+            f"--shard cannot train this model: {first_line(error)}. A block's parameters must be used in its own "
+            "forward pass only. Change that in the model, or leave --shard out."
+        ) from None
+    trial.raw_model.zero_grad(set_to_none=True)
+    for name, buffer in trial.raw_model.named_buffers():
+        buffer.copy_(buffers[name])
+    attention = devices.enabled_attention(trial.world.device.type)
+    return found._replace(model=model, compiled=trial.compiles, attention=attention)
+
+
+def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
+    """(the model to train, compiled if that is in `optional`; the seconds of a micro-step on a CPU)."""
+    world = trial.world
+    began = 0.0
+    model = trial.wrap(trial.raw_model, trial.config, world, compiled=COMPILED in optional)
+    reserved = []
+    if trial.trains:
+        # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks the trial
+        # has gradients and DDP's buckets, which share their memory in a step
+        reserved += [torch.empty_like(p) for p in trial.raw_model.parameters()]
+        if world.size == 1:
+            reserved += [torch.empty_like(p) for p in trial.raw_model.parameters()]
+    x, y = trial.random_batch(B)
+    for _ in range(min(2, trial.windows_per_rank // B)):  # the second one starts with gradients
+        began = time.perf_counter()
+        # no_sync: a rank that fails here would leave the others waiting in the all-reduce
+        with model.no_sync() if world.size > 1 else contextlib.nullcontext():
+            loss = trial.loss(model, x, y)
+            if trial.trains:
+                loss.backward()
+            del loss
+    del reserved
+    return model, time.perf_counter() - began
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is not above `at_most`: 96, 64 -> 48."""
+    return max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
