@@ -124,9 +124,10 @@ def longest_overlaps(examples, found):
 
 def report(folder, path):
     """Print which examples in `path` occur in the shards in `folder`. Returns {line number: longest overlap}."""
-    splits = {"val": 0, "train": 1}  # in the order of their text
-    paths = [path for path in sorted(Path(folder).glob("*")) if split_of(path.name)]
-    shards = [open_shard(path) for path in sorted(paths, key=lambda path: splits[split_of(path.name)])]
+    paths = sorted(Path(folder).glob("*"))
+    shards = []
+    for split in ("val", "train"):  # in the order of their text
+        shards += [open_shard(path) for path in paths if split_of(path.name) == split]
     if not shards:
         raise UserError(
             f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."

@@ -4,11 +4,10 @@ import functools
 import gzip
 import itertools
 import json
-import math
 import os
 import pydoc_data.topics
 import random
-import zlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import tokenizer
 from fineweb import Options, prepare
 from plumbing.data import tokenizers
 
-from harness import die_at
+from harness import die_at, patched
 
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
@@ -70,41 +69,26 @@ def as_bytes(texts):
     return np.array([token for text in texts for token in [256, *text.encode()]], dtype=np.uint16)
 
 
-def plan_runs(files, num_bytes, shard_size=100_000_000, limit=math.inf):
-    """[{split: its tokens}] for each run of whole rows, by a plain loop: `files` are lists of rows."""
-    every = max(11, math.ceil(min(num_bytes, limit) / shard_size))
-    runs, seen = [{"val": [], "train": []}], 0
-    for number, row, text in ((i, j, text) for i, texts in enumerate(files) for j, text in enumerate(texts)):
-        tokens = [256, *text.encode()]
-        group, place = divmod(number + row, every)
-        split = "val" if place == zlib.crc32(str(group).encode()) % 11 else "train"
-        if runs[-1][split] and len(runs[-1][split]) + len(tokens) > shard_size:
-            runs.append({"val": [], "train": []})
-        runs[-1][split] += tokens
-        seen += len(tokens)
-        if seen >= limit:
-            break
-    if not all(any(run[split] for run in runs) for split in ("val", "train")):
-        # about a tenth of the last ones, up to where a document starts if there are several
-        tokens = runs[-1]["val"] + runs[-1]["train"]
-        starts = [i for i, token in enumerate(tokens) if token == 256 and i]
-        at = min(starts or [math.ceil(len(tokens) / 10)], key=lambda start: abs(start - math.ceil(len(tokens) / 10)))
-        val, train = sorted([tokens[:at], tokens[at:]], key=len)
-        runs[-1] = {"val": val, "train": train}
-    return runs
+def documents(folder, split):
+    """The documents in a split of the byte tokenizer, whose shards must each begin with one."""
+    found = []
+    for path in sorted(Path(folder).glob(f"*_{split}_*.npy")):
+        tokens = np.load(path)
+        starts = np.flatnonzero(tokens == 256)
+        assert starts[0] == 0
+        found += [bytes(ids[1:].astype(np.uint8)) for ids in np.split(tokens, starts[1:])]
+    return found
 
 
-def is_split(folder, files, paths, **options):
-    """Whether the shards in `folder` are what `plan_runs` makes of the documents."""
-    runs = plan_runs(files, sum(map(os.path.getsize, paths)), **options)
-    for split, first in (("val", 0), ("train", 1)):
-        expected = [run[split] for run in runs if run[split]]
-        found = sorted(Path(folder).glob(f"*_{split}_*.npy"))
-        if [path.stem[-6:] for path in found] != [f"{i:06d}" for i in range(first, first + len(expected))]:
+def holds(folder, texts):
+    """Whether the shards hold these documents, each whole in one of the splits, in the order of the input."""
+    left = {split: documents(folder, split) for split in ("train", "val")}
+    for text in texts:
+        split = next((split for split in left if left[split][:1] == [text.encode()]), None)
+        if split is None:
             return False
-        if not all(np.load(path).tolist() == tokens for path, tokens in zip(found, expected)):
-            return False
-    return True
+        del left[split][0]
+    return not left["train"] and not left["val"]
 
 
 def read(folder, pattern="*.npy"):
@@ -137,6 +121,26 @@ def die_at_rename(number, after=True):
     count = itertools.count(1)
     last_act = (lambda replace, *args: replace(*args)) if after else (lambda *args: None)
     return die_at(os, "replace", lambda *args: next(count) == number, last_act)
+
+
+def renamed_by(function, *args, **options):
+    """The names of the files that get their name while function(*args) runs, in order."""
+    names = []
+    replace = os.replace
+
+    def record(part, path):
+        names.append(Path(path).name)
+        replace(part, path)
+
+    with patched(os, "replace", record):
+        function(*args, **options)
+    return names
+
+
+def kills(names):
+    """Numbers of renames to be killed at: the first of each kind of file, one in the middle, and the last."""
+    kinds = [re.sub(r"\d+", "", name) for name in names]
+    return sorted({kinds.index(kind) + 1 for kind in kinds} | {len(names) // 2, len(names)})
 
 
 def make(tmp_path, *inputs, name="out", **options):

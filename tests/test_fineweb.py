@@ -1,5 +1,6 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
+import functools
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -26,11 +28,14 @@ from corpora import (
     TABLES,
     as_bytes,
     die_at_rename,
-    is_split,
+    documents,
+    holds,
+    kills,
     make,
     random_texts,
     read,
     read_meta,
+    renamed_by,
     write_jsonl,
     write_parquet,
 )
@@ -41,7 +46,7 @@ def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
     texts = random_texts(30)
     path = write_parquet(tmp_path / "a.parquet", texts)
     folder = Path(make(tmp_path, path, shard_size=6000))
-    assert is_split(folder, [texts], [path], shard_size=6000)
+    assert holds(folder, texts)
     arrays = {path.name: np.load(path) for path in folder.glob("*.npy")}
     assert len(arrays) > 3 and sorted(os.listdir(folder)) == sorted([*arrays, "meta.json", *TABLES])
     meta = read_meta(folder)
@@ -76,27 +81,50 @@ def test_every_input_has_two_splits(tmp_path, dataset, texts, lengths, monkeypat
     assert len(read(folder, "*_val_*")) == lengths[0] and sorted(read(folder)) == sorted(as_bytes(texts))
 
 
-@pytest.mark.parametrize(
-    "count, longest, options",
-    [
-        (400, 30, {"shard_size": 1000, "max_tokens": 2345}),  # about as many: up to the end of a document
-        (400, 3, {"shard_size": 30}),  # of a text of many shards, fewer than one document in eleven
-        (60, 3000, {"shard_size": 5000}),  # most documents are longer than a shard
-    ],
-)
-def test_shards_are_runs_of_whole_documents_in_the_order_of_the_input(tmp_path, count, longest, options):
-    texts = random_texts(count, longest=longest)
+@pytest.mark.parametrize("longest", [3, 30, 3000])  # the last: most documents are longer than a shard
+def test_shards_hold_whole_documents_up_to_their_size(tmp_path, longest):
+    texts = random_texts(300, longest=longest)
+    folder = Path(make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), shard_size=1000))
+    assert holds(folder, texts)
+    shards = [np.load(path) for path in folder.glob("*.npy")]
+    assert all(len(shard) <= 1000 or np.count_nonzero(shard == 256) == 1 for shard in shards)
+    assert len(shards) > 2
+
+
+def test_max_tokens_ends_with_a_document(tmp_path):
+    texts = random_texts(400, longest=30)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    folder = make(tmp_path, path, **options)
-    expected = {"max_tokens": "limit"}
-    assert is_split(folder, [texts], [path], **{expected.get(name, name): value for name, value in options.items()})
-    starts = [np.load(path)[0] for path in Path(folder).glob("*.npy")]
-    assert set(starts) == {256} and len(starts) > 2
-    if "max_tokens" in options:
-        assert 2345 <= len(read(folder)) < 2345 + 400
-    else:
-        sample, rest = len(read(folder, "*_val_*")), len(read(folder, "*_train_*"))
-        assert sample <= 0.2 * rest and (longest > 3 or sample < 0.02 * rest)
+    folder = make(tmp_path, path, shard_size=1000, max_tokens=2345)
+    num_documents = np.count_nonzero(read(folder) == 256)
+    assert holds(folder, texts[:num_documents])
+    assert 2345 <= len(read(folder)) < 2345 + len(texts[num_documents - 1].encode()) + 1
+
+
+@pytest.mark.parametrize("shard_size", [3000, 100_000])
+def test_one_document_in_eleven_is_for_validation_whatever_the_size_of_a_shard(tmp_path, shard_size):
+    """They are from all parts of the input."""
+    texts = [f"Document {n}." for n in range(660)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    chosen = [
+        documents(make(tmp_path, path, name=f"out{size}", shard_size=size), "val") for size in (shard_size, 10_000)
+    ]
+    assert chosen[0] == chosen[1] and len(chosen[0]) == 60
+    numbers = [int(text.split()[1].rstrip(b".")) for text in chosen[0]]
+    assert np.histogram(numbers, 10, (0, 660))[0].min() >= 4
+
+
+def test_of_a_large_text_fewer_documents_are_for_validation(tmp_path):
+    texts = random_texts(400, longest=3)
+    folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), shard_size=30)
+    assert 0 < len(documents(folder, "val")) < 0.02 * len(texts)
+
+
+def test_of_a_folder_of_files_those_for_validation_are_from_all_of_it(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(66):
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(f"File {number}", encoding="utf-8")
+    numbers = [int(text.split()[1]) for text in documents(make(tmp_path, tmp_path / "texts"), "val")]
+    assert np.histogram(numbers, 3, (0, 66))[0].tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -150,31 +178,46 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
     assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
 
 
-def make_and_die(tmp_path, paths, name, renames, after, options):
+@pytest.mark.parametrize("key", ["text", "other"])
+def test_memory_does_not_grow_with_the_input(tmp_path, key, monkeypatch):
+    """Neither that of texts nor that of rows that are left out."""
+    monkeypatch.setattr(preparation, "BATCH_BYTES", 100_000)
+    monkeypatch.setattr(preparation, "QUEUE_BYTES", 400_000)
+    peaks = []
+    for count in (20, 20, 200):  # the first one imports what is imported late
+        rows = [{"text": "A text."}, *[{key: "x" * 100_000}] * count, {"text": "Another."}]
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        tracemalloc.start()
+        make(tmp_path, path, name=f"out{len(peaks)}", shard_size=200_000, num_proc=4)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < peaks[1] + 5_000_000  # of 18 MB more
+
+
+def make_and_die(tmp_path, paths, name, *, number, after, options):
     preparation.BATCH_BYTES = readers.BLOCK_CHARS = 1000
-    with die_at_rename(renames, after):
+    with die_at_rename(number, after):
         make(tmp_path, *paths, name=name, **options)
 
 
 @pytest.mark.parametrize("kind, limit", [("jsonl", 0), ("jsonl", 30_000), ("txt", 0)])
-def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, limit, monkeypatch):
+def test_killed_at_a_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, limit, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_CHARS", 1000)
     texts = random_texts(40) + ["one long document " * 300]
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", texts[20 * i : 20 * i + 20]) for i in range(3)]
     if kind == "txt":
-        (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
-        paths = [str(tmp_path / "a.txt")]
-    else:
-        paths = [write_jsonl(tmp_path / f"{i}.jsonl", texts[20 * i : 20 * i + 20]) for i in range(3)]
+        paths = [tmp_path / "a.txt"]
+        paths[0].write_text("\n".join(texts), encoding="utf-8")
     options = dict(shard_size=9000, max_tokens=limit)
-    whole = listing(make(tmp_path, *paths, name="whole/out", **options))
-    # every shard gets its name once, then meta.json; before the first ones, the tokenizer's two files and meta.json
-    num_runs = sum("_train_" in name for name in whole)
-    renames = len(whole) - 1 + 1 + num_runs
-    assert num_runs > 3
-    for count in range(1, renames + 1, 1 if kind == "jsonl" else 3):
-        after = count % 2 == 0 and count < renames
-        run(make_and_die, tmp_path, paths, f"{count}/out", count, after, options, ends=[KILLED])
-        assert listing(make(tmp_path, *paths, name=f"{count}/out", **options)) == whole
+    renames = renamed_by(make, tmp_path, *paths, name="whole/out", **options)
+    whole = listing(tmp_path / "whole" / "out")
+    assert sum("_train_" in name for name in whole) > 3
+    for number in kills(renames):
+        after = number % 2 == 0 and number < len(renames)
+        die = functools.partial(make_and_die, number=number, after=after, options=options)
+        run(die, tmp_path, paths, f"{number}/out", ends=[KILLED])
+        assert listing(make(tmp_path, *paths, name=f"{number}/out", **options)) == whole
 
 
 def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again_by_one_process(tmp_path, capsys):
@@ -207,7 +250,7 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     assert (tmp_path / "out" / "out_val_000000.npy").exists()
     path.write_text("\n".join(lines), encoding="utf-8")
     folder = make(tmp_path, str(path), shard_size=5000)
-    assert is_split(folder, [texts], [path], shard_size=5000)
+    assert holds(folder, texts)
     # meta.json tells of the file as it is now, else the same command would take it for another one
     before = listing(folder)
     make(tmp_path, str(path), shard_size=5000)
@@ -404,6 +447,9 @@ BAD_INPUTS = {
     "--input good.jsonl --out-dir strange": "strange",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 100": "at most 99, the shards there are",
+    "--pretokenized 1 --max-tokens 9 --shard-size 9": "leave --tokenizer, --shard-size, --max-tokens out",
+    "--input clone": "clone is a whole data set. Name the files of a clone",
+    "--input saved": "To read what save_to_disk wrote & to_parquet('train.parquet')",
     "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
@@ -427,6 +473,9 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
         "a.pdf": b"text\n",
         "foreign/x_train_000001.npy": b"",
         "strange/meta.json": b'{"tokenizer": "bytes"}',
+        "clone/README.md": b"---\nlicense: mit\n---\n",
+        "clone/test.jsonl": b'{"text": "not this"}',
+        "saved/state.json": b"{}",
     }
     for name, content in contents.items():
         Path(name).parent.mkdir(exist_ok=True)

@@ -23,7 +23,8 @@ from plumbing.data import inputs, python_docs, readers, tokenizers
 from corpora import (
     WORDS,
     as_bytes,
-    is_split,
+    documents,
+    holds,
     make,
     random_texts,
     read,
@@ -52,7 +53,7 @@ def written(kind, texts):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(readers, "JSON_BLOCK", 100)
-    texts = random_texts(40)
+    texts = random_texts(40, longest=100)
     if "sv" in kind:
         texts[7] = "long, " * 30_000  # Python's default is less
     path, column = tmp_path / f"data.{kind}", "text"
@@ -66,9 +67,12 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, mo
         elif kind.endswith("zst"):
             data = pa.compress(data, codec="zstd", asbytes=True)
         path.write_bytes(data)
-    options = {} if len(texts) == 1 else {"shard_size": 5000}
-    folder = make(tmp_path, str(path), text_column=column, **options)
-    assert is_split(folder, [texts], [path], **options)
+    folder = make(tmp_path, path, text_column=column, shard_size=5000)
+    if len(texts) > 1:
+        assert holds(folder, texts)
+    else:  # each split has a part of it
+        parts = [read(folder, f"*_{split}_*") for split in ("val", "train")]
+        assert np.concatenate(parts).tolist() == as_bytes(texts).tolist()
 
 
 @pytest.mark.parametrize("size", [3000, 100_000])
@@ -95,16 +99,16 @@ def test_a_short_text_is_whole_in_one_split(tmp_path, length, monkeypatch):
     for i, text in enumerate(texts):
         (tmp_path / f"{i:02d}.txt").write_text(text, encoding="utf-8")
     folder = make(tmp_path, str(tmp_path / "*.txt"))
-    documents = {split: bytes_of_documents(read(folder, f"*_{split}_*")) for split in ("train", "val")}
-    assert len(documents["val"]) == 3
-    assert sorted(documents["train"] + documents["val"]) == [text.encode() for text in texts]
+    found = {split: documents(folder, split) for split in ("train", "val")}
+    assert len(found["val"]) == 3
+    assert sorted(found["train"] + found["val"]) == [text.encode() for text in texts]
 
 
-def bytes_of_documents(tokens):
-    """The documents in a split of the byte tokenizer, which begins with one."""
-    starts = np.flatnonzero(tokens == 256)
-    assert starts[0] == 0
-    return [bytes(ids[1:].astype(np.uint8)) for ids in np.split(tokens, starts[1:])]
+def test_a_text_keeps_its_line_ends(tmp_path):
+    texts = [f"One{n}\r\n\r\nTwo\rThree\n" for n in range(20)]
+    for n, text in enumerate(texts):
+        (tmp_path / f"{n:02d}.txt").write_bytes(text.encode())
+    assert holds(make(tmp_path, tmp_path / "*.txt"), texts)
 
 
 def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
@@ -189,7 +193,7 @@ def test_notes_say_how_a_separator_was_taken(tmp_path, capsys):
         folder = make(tmp_path, str(path), name=f"out{len(separator)}", separator=separator)
         said = capsys.readouterr().out
         assert note in said and bool(note) == ("note:" in said)
-    assert is_split(folder, [stories], [path])
+    assert holds(folder, stories)
 
 
 def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeypatch):
@@ -200,9 +204,8 @@ def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path, monkeyp
         write_jsonl(tmp_path / name, texts[3 * i : 3 * i + 3])
     make(tmp_path, str(tmp_path / "1.jsonl"), name="texts")  # writes meta.json and more into that folder
     (tmp_path / "texts" / "notes.pdf").write_text("not a text to train on", encoding="utf-8")
-    folder = make(tmp_path, str(tmp_path / "texts"), str(tmp_path / "[12].jsonl"), shard_size=1000)
-    paths = [tmp_path / name for name in names]
-    assert is_split(folder, [texts[3:6], texts[:3], texts[9:], texts[6:9]], paths, shard_size=1000)
+    folder = make(tmp_path, tmp_path / "texts", tmp_path / "[12].jsonl")
+    assert holds(folder, texts[3:6] + texts[:3] + texts[9:] + texts[6:9])
     monkeypatch.chdir(tmp_path)
     assert prepare(Options(input=("texts",), tokenizer="bytes")) == "texts_shards"
 
@@ -328,6 +331,7 @@ def test_a_column_may_be_null_throughout_a_file(tmp_path, kind):
     [
         ("a.csv", 'id;text\n1;"a; b"\n\n2;c, d\n'),
         ("a.tsv", 'id,text\n1,a; b\n2,"c, d"\n'),
+        ("a.tsv", "id, or number\ttext\n1\ta; b\n2\tc, d\n"),
         ("a.json", '{\n "text": "a; b"\n}\n{\n "text": "c, d"\n}\n'),
         ("a.jsonl", '[\n {"text": "a; b"},\n {"text": "c, d"}\n]\n'),
         ("a.jsonl", '\ufeff{"text": "a; b"}\n\ufeff{"text": "c, d"}\n'),  # of files that were joined

@@ -3,16 +3,18 @@
 import errno
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
 import pytest
+import train_gpt2
 from plumbing import files
 from plumbing.cli.console import UserError
 from plumbing.data import shards
 
-from harness import make_shards
+from harness import make_shards, read_log, refused, status_of, tiny_flags
 
 
 def all_shards(folder):
@@ -89,14 +91,35 @@ def test_shards_of_llmc_are_found_and_others_are_refused_with_what_to_do(tmp_pat
             shards.open_shard(write_bin(tmp_path / "train.bin", range(1000), **change))
 
 
-def test_masks_that_mean_nothing_are_refused(tmp_path):
-    for values in ([0, 255, 1], [0, 1, 2], [0, 0, 0]):
-        with pytest.raises(UserError, match=f"in loss mask .*x_train_000001.mask is {max(values)}"):
-            shards.check_masks(open_mask(np.array(values, np.uint8), tmp_path))
-    for values in (np.ones(3, np.float32), np.ones(3, np.int64), np.ones(4, np.uint8), np.ones((3, 1), np.uint8)):
-        with pytest.raises(UserError, match=r"holds .* not uint8 of shape \(3,\)"):
-            open_mask(values, tmp_path)
-    shards.check_masks(open_mask(np.array([0, 1, 1], np.uint8), tmp_path))
+@pytest.mark.parametrize("split", ["val", "train"])
+@pytest.mark.parametrize("value", [0, 2, 255])
+def test_the_trainer_refuses_masks_that_mean_nothing(tmp_path, split, value):
+    """It trained at a loss of 0 where a mask left out everything."""
+    folder = make_shards(tmp_path / "data", lengths=(2000, 3000), masks=True)
+    [mask] = folder.glob(f"*_{split}_*.mask")
+    values = np.zeros_like(np.load(mask))
+    values[100] = value
+    with open(mask, "wb") as file:
+        np.save(file, values)
+    line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "log"))
+    assert re.search(f"The largest value in loss mask .*{mask.name} is {value}, not 1", line)
+
+
+@pytest.mark.parametrize("shape, dtype", [(3, np.float32), (3, np.int64), (4, np.uint8), ((3, 1), np.uint8)])
+def test_a_mask_of_another_type_or_length_than_its_shard_is_refused(tmp_path, shape, dtype):
+    with pytest.raises(UserError, match=r"holds .* not uint8 of shape \(3,\)"):
+        open_mask(np.ones(shape, dtype), tmp_path)
+
+
+def test_a_folder_of_weight_0_needs_only_a_validation_split(tmp_path):
+    make_shards(tmp_path / "data")
+    make_shards(tmp_path / "other", lengths=(2000,), seed=1)
+    typed = tiny_flags(tmp_path / "data", tmp_path / "log", max_steps=1, warmup_steps=0)
+    mixed = ["--data", tmp_path / "other", "--data-weights", "1", "0"]
+    assert status_of(train_gpt2.main, [str(word) for word in [*typed, *mixed]]) == 0
+    assert len(read_log(tmp_path / "log", "val/other")) > 0
+    line = refused(train_gpt2.main, *tiny_flags(tmp_path / "other", tmp_path / "log2"))
+    assert "There are no train shards in" in line
 
 
 def test_a_fingerprint_reads_little_of_a_large_file(tmp_path):

@@ -20,7 +20,7 @@ from plumbing.data.tokenizers import render_conversation
 from smoltalk import Options, pack, prepare
 from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
-from corpora import die_at_rename, read, read_meta
+from corpora import die_at_rename, kills, read, read_meta, renamed_by
 from harness import KILLED, TINY, flags, listing, printed_commands, refused, run, status_of, talk
 
 ENC = tokenizers.get_encoding("bytes+chat")
@@ -134,9 +134,9 @@ def test_shards_masks_and_meta(tmp_path, capsys):
     assert sorted(y[y != IGNORE_INDEX].tolist()) == sorted(tokens[mask == 1].tolist())
 
 
-def make_and_die(tmp_path, name, renames, after):
+def make_and_die(tmp_path, name, number, after=True):
     preparation.BATCH_BYTES = 1000
-    with die_at_rename(renames, after):
+    with die_at_rename(number, after):
         prepare(odd_options(tmp_path, name))
 
 
@@ -145,6 +145,7 @@ def odd_options(tmp_path, name):
     chats = [{"messages": talk(f"Q{i}", "A" * (i % 40))} for i in range(150)]
     for i in range(0, 150, 7):
         chats[i]["messages"].insert(0, {"role": "tool", "content": "x"})
+        chats[i]["mood"] = "bad"
         chats[i + 1]["messages"] += talk("and?", "B" * 60)
         chats[i + 2]["messages"] += [
             {"role": "user", "content": "C"},
@@ -159,24 +160,30 @@ def odd_options(tmp_path, name):
     )
 
 
-def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes_and_notes(tmp_path, capsys):
-    prepare(odd_options(tmp_path, "whole"))
-    whole, said = listing(tmp_path / "whole"), capsys.readouterr().out
+def test_killed_at_a_rename_the_same_command_ends_with_the_same_bytes_and_notes(tmp_path, capsys):
+    renames = renamed_by(prepare, odd_options(tmp_path, "whole"))
+    whole = listing(tmp_path / "whole")
+    said = capsys.readouterr().out.partition("\nin ")[2].partition("Next")[0]
     assert "messages to and from tools left out" in said and "answers not learned" in said
     assert "conversations cut after the last answer" in said and "rows left out. Line 1 of" in said
-    num_runs = len(list((tmp_path / "whole" / "out").glob("*_train_*.npy")))
-    # every file gets its name once, but for meta.json, which does after each run of rows, too
-    renames = len(whole) - 1 + num_runs  # one is the folder
-    assert num_runs > 5
-    for count in [*range(1, 9), *range(10, renames + 1, 9)]:
-        run(make_and_die, tmp_path, f"{count}", count, count % 2 == 0 and count < renames, ends=[KILLED])
+    assert "\nnot read: mood (" in said
+    assert sum("_train_" in name and ".npy" in name for name in renames) > 5
+    for number in kills(renames):
+        after = number % 2 == 0 and number < len(renames)
+        run(make_and_die, tmp_path, f"{number}", number, after, ends=[KILLED])
         capsys.readouterr()
-        first = tmp_path / f"{count}" / "out" / "out_train_000001.npy"
-        written = first.stat().st_mtime_ns if count > 9 else 0
-        prepare(odd_options(tmp_path, f"{count}"))
-        assert listing(tmp_path / f"{count}") == whole, count
-        assert written in (0, first.stat().st_mtime_ns), "what was complete is not made again"
-        assert said.partition("\nin ")[2].partition("Next")[0] in capsys.readouterr().out
+        prepare(odd_options(tmp_path, f"{number}"))
+        assert listing(tmp_path / f"{number}") == whole, number
+        assert said in capsys.readouterr().out
+
+
+def test_after_a_kill_what_was_complete_is_not_made_again(tmp_path):
+    renames = renamed_by(prepare, odd_options(tmp_path, "whole"))
+    run(make_and_die, tmp_path, "killed", len(renames) // 2, ends=[KILLED])
+    first = tmp_path / "killed" / "out" / "out_train_000001.npy"
+    written = first.stat().st_mtime_ns
+    prepare(odd_options(tmp_path, "killed"))
+    assert first.stat().st_mtime_ns == written
 
 
 def test_finished_chats_are_left_alone_and_a_damaged_mask_is_made_again(tmp_path, capsys):
