@@ -1,6 +1,7 @@
 """Edits of train_gpt2.py as people make them, and how to run the edited file."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -252,8 +253,9 @@ AFTER_UPDATE = "    scaler.update()\n"
 def recipe(words):
     """The first diff after these words in records/README.md, {text in train_gpt2.py: what takes its place}."""
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
-    hunks = text.split("```diff\n")[1].split("```")[0].split("\n\n")
-    hunks = [[(line[0], line[1:] + "\n") for line in hunk.splitlines()] for hunk in hunks]
+    diff = text.split("```diff\n")[1].split("```")[0]
+    hunks = re.split(r"^@@ .* @@\n", diff, flags=re.MULTILINE)[1:]
+    hunks = [[(line[0], line[1:] + "\n") for line in hunk.splitlines() if line] for hunk in hunks]
     return {
         "".join(line for sign, line in hunk if sign != "+"): "".join(line for sign, line in hunk if sign != "-")
         for hunk in hunks

@@ -73,7 +73,7 @@ def error_of_run(folder, **changes):
         (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
         (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
         pytest.param(dict(dtype="fp8", n_embd=40), ["multiples of 16", "(320, 40)"], marks=needs("float8")),
-        (dict(vocab_size=200), ["room for 200 token ids", "to 257 or more"]),
+        (dict(vocab_size=200), ["room for 200 token ids", "--vocab-size of 257 or more"]),
         (dict(device="tpu"), ["no device 'tpu'"]),
         pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
         (dict(data="nowhere"), ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"]),

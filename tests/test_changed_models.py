@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_version_that_does_not_fit_is_refused(unfinished
 
 FIRST_WEIGHTS = {
     "untied": UNFIT["untied"],
-    "a field and dropout": "dropout, window, which GPTConfig does not have",
+    "a field and dropout": "dropout, window, but GPTConfig has no such field",
 }
 
 
@@ -443,8 +443,8 @@ def test_an_average_of_the_weights_goes_on_in_a_branch(averaged, folder, tmp_pat
 
 def test_the_records_say_how_an_average_becomes_a_model_of_its_own(averaged, tmp_path):
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
-    code = text.split("```py\n")[1].split("```")[0]
-    code = code.replace("log/model_19073.pt", str(averaged / "model_00012.pt"))
+    code = text.partition("makes a checkpoint of it")[2].split("```python\n")[1].split("```")[0]
+    code = code.replace("log/ema/model_00400.pt", str(averaged / "model_00012.pt"))
     code = code.replace("average.pt", str(tmp_path / "average.pt"))
     exec(code, {})
     model, _ = train_gpt2.load_model(str(tmp_path / "average.pt"))

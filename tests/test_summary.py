@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 import train_gpt2
 
 from harness import refusal_of, tiny_flags, train
@@ -43,23 +42,9 @@ def test_what_is_compute_optimal_is_said_of_bpe_only(vocab_size, tmp_path, monke
     assert ("compute-optimal" in printed) == (vocab_size > 320)
 
 
-def use(make_optimizer):
-    return lambda model, config: [make_optimizer(model.named_parameters(), lr=config.max_lr)]
-
-
-OPTIMIZERS = {
-    "without state": use(torch.optim.SGD),
-    "with one number": use(lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9)),
-    "with three numbers": use(lambda parameters, lr: torch.optim.AdamW(parameters, lr, amsgrad=True)),
-}
-
-
-@pytest.mark.parametrize("name", ["muon", "adamw", *OPTIMIZERS])
-def test_checkpoints_take_what_is_said(name, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_checkpoints_take_what_is_said(optimizer, data, tmp_path):
     """Muon keeps one number for each parameter, AdamW two. Beside the state there are some kilobytes."""
-    if name in OPTIMIZERS:
-        monkeypatch.setattr(train_gpt2, "configure_optimizers", OPTIMIZERS[name])
-    optimizer = "muon" if name == "muon" else "adamw"
     said = account_of(train(data, tmp_path / "out", optimizer=optimizer, n_embd=64, max_steps=2))
     number, unit = re.search(r"of ([\d.]+) (KB|MB)", said["disk"]).groups()
     num_bytes = float(number) * {"KB": 1e3, "MB": 1e6}[unit]
