@@ -233,7 +233,9 @@ def score_batch(model, rows, cut, *, n_vocab):
         c16 c17  b0  0      predict b0 b1
     """
     device = next(model.parameters()).device
-    texts = [context[cut:] + ending for context, endings in rows for ending in endings]
+    texts = []
+    for context, endings in rows:
+        texts += [context[cut:] + ending for ending in endings]
     L = max(map(len, texts)) - 1  # the last token of each ending is only predicted
     idx = np.zeros((len(texts), L), int)
     targets = []

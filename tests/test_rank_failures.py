@@ -92,7 +92,7 @@ ALONE = dict(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.
         ({"RANK": "0"}, "cpu", "WORLD_SIZE expe"),
         (ALONE, "cpu", "127.0.0.1, 1.* Start all ranks within a minute"),
         # of GPUs, before the ranks wait for each other
-        (ALONE, "cuda:1", "--device is cuda:1, but each of several ranks has a GPU of its own"),
+        (ALONE, "cuda:1", "--device is cuda:1, but several ranks need a GPU each"),
         (ALONE, "cuda", "2 process.* on this machine.* 1 GPU.*--nproc_per_node=1"),
     ],
 )

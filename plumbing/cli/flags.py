@@ -246,9 +246,12 @@ def read_choice(choices, word):
 
 def explain(unknown, actions, synonyms, *, presets):
     """A sentence for each flag in `unknown` that does not exist or, if there is none, for its first word."""
-    others = synonyms | {f"--preset {name}": name for name in presets}
-    meanings = {name.strip("-"): name for action in actions for name in action.option_strings}
-    meanings |= {theirs: ours for ours, names in others.items() for theirs in names.split()}
+    meanings = {}
+    for action in actions:
+        meanings |= {name.strip("-"): name for name in action.option_strings}
+    for ours, theirs in synonyms.items():
+        meanings |= dict.fromkeys(theirs.split(), ours)
+    meanings |= {name: f"--preset {name}" for name in presets}
     mistakes = [word.partition("=")[0] for word in unknown if re.match("--?[A-Za-z]", word)]
     if mistakes:
         return " ".join(

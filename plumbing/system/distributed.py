@@ -1,4 +1,4 @@
-"""The ranks of a run: how they meet, and what they tell one another."""
+"""The ranks of a run: how they meet and exchange values."""
 
 import contextlib
 import datetime
@@ -35,8 +35,10 @@ class World:
 
     @property
     def device_name(self) -> str:
-        """What people call the GPU, such as "NVIDIA H100 80GB HBM3"; another device is called by its type."""
-        return torch.cuda.get_device_name() if self.device.type == "cuda" else str(self.device)
+        """The GPU's name, such as "NVIDIA H100 80GB HBM3", or another device's type."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name()
+        return str(self.device)
 
     def gather(self, value: Result) -> list[Result]:
         """The values of all ranks, on every rank."""
@@ -46,11 +48,11 @@ class World:
         return values
 
     def max_over_ranks(self, number: int) -> int:
-        """The largest of the ranks' numbers, for decisions that all ranks must make alike."""
+        """The largest of the ranks' numbers, for decisions that must be the same on all ranks."""
         return max(self.gather(number))
 
     def check_agreement(self, facts: dict[str, Any]) -> None:
-        """Raise UserError, on all ranks, unless they all call this with the same `facts`: {what: its value}."""
+        """Raise UserError, on all ranks, unless they all call this with the same `facts`: {name: value}."""
         gathered = self.gather(facts)
         expected = gathered[0]
         for rank, theirs in enumerate(gathered):
@@ -91,13 +93,15 @@ class World:
         result: Any = self.run_on_master(action, *args)
         if self.size == 1:
             return result
-        # tensors, also those inside of tuples, lists and dicts, are broadcast one by one afterwards
+        # tensors in it, also in tuples, lists and dicts, are broadcast one by one afterwards
         message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)]
         dist.broadcast_object_list(message)
         kept = keeps(message[0])
 
         def share(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if kept and tensor.numel() > LARGE else self.broadcast(tensor)
+            if kept and tensor.numel() > LARGE:
+                return tensor
+            return self.broadcast(tensor)
 
         return tree_map_only(torch.Tensor, share, result if self.is_master else message[0])
 
@@ -105,7 +109,9 @@ class World:
         """`value` with the large tensors that rank 0 has kept to itself, on every rank. All ranks must call this."""
 
         def share(tensor: torch.Tensor) -> torch.Tensor:
-            return self.broadcast(tensor) if self.size > 1 and tensor.numel() > LARGE else tensor
+            if self.size > 1 and tensor.numel() > LARGE:
+                return self.broadcast(tensor)
+            return tensor
 
         return tree_map_only(torch.Tensor, share, value)
 
@@ -123,7 +129,7 @@ TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wa
 
 
 def create_store(rank: int) -> Any:
-    """The store through which the ranks find each other, new on every start."""
+    """Make the store through which the ranks find each other, a new one on every start."""
     connect = datetime.timedelta(seconds=CONNECT_SECONDS / 2)  # torch tries twice
     store = next(dist.rendezvous("env://", timeout=connect))[0]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -156,32 +162,38 @@ def environment_number(name: str, default: int) -> int:
 
 @contextlib.contextmanager
 def join_ranks(typed: dict[str, Any]) -> Iterator[World]:
-    """Context in which this process is one of the ranks, on the device that was `typed`; what it sets is put back."""
+    """Context in which this process is one of the ranks, on the typed device. It restores torch's settings."""
     with process_restored():
         yield setup_distributed(typed.get("device", "auto"))
-    if dist.is_initialized():  # and not after an error, where it would wait for ranks that wait for this one
+    if dist.is_initialized():  # not after an error, because other ranks may be waiting for this one
         # subtle: gloo's thread needs the GIL to release its last tensor, but destroy_process_group holds the GIL
         # while it waits for that thread. Sleeping first lets the thread take the GIL and finish
         time.sleep(0.1)
         dist.destroy_process_group()
 
 
+def device_of_rank(device: str, world_size: int) -> str:
+    """The device of this process: each of several ranks has its own GPU."""
+    if ":" in device and world_size > 1:
+        raise UserError(f"--device is {device}, but several ranks need a GPU each. Use --device cuda.")
+    if device != "cuda":
+        return device
+    local_ranks = environment_number("LOCAL_WORLD_SIZE", 1)
+    gpus = torch.cuda.device_count()
+    if local_ranks > gpus:
+        raise UserError(
+            f"{local_ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}."
+        )
+    device = f"cuda:{environment_number('LOCAL_RANK', 0)}"
+    check_kernels(device)  # the machine's GPUs may differ
+    return device
+
+
 def setup_distributed(device: str) -> World:
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
-    rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
-    device = choose_device(device)
-    if ":" in device and world_size > 1:
-        raise UserError(
-            f"--device is {device}, but each of several ranks has a GPU of its own. Use --device cuda."
-        )
-    if device == "cuda":
-        local_ranks, gpus = environment_number("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
-        if local_ranks > gpus:
-            raise UserError(
-                f"{local_ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}."
-            )
-        device = f"cuda:{environment_number('LOCAL_RANK', 0)}"
-        check_kernels(device)  # the machine's GPUs may differ
+    rank = environment_number("RANK", 0)
+    world_size = environment_number("WORLD_SIZE", 1)
+    device = device_of_rank(choose_device(device), world_size)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     if "RANK" in os.environ or world_size > 1:
@@ -189,14 +201,15 @@ def setup_distributed(device: str) -> World:
             if rank >= world_size:
                 raise ValueError("ranks count from 0")
             store = create_store(rank)
-        except (RuntimeError, ValueError) as error:  # torch's: addresses, ports, time-outs, what is not set
+        except (RuntimeError, ValueError) as error:  # torch's: addresses, ports, time-outs, missing variables
             raise UserError(
                 f"Rank {rank} of {world_size} cannot join the others: {first_line(error)}. Start all ranks "
                 "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
                 "unset RANK and WORLD_SIZE for a single process."
             ) from None
-        # with its GPU named, NCCL connects now, and a barrier need not guess which GPU is meant
-        gpu = torch.device(device) if device.startswith("cuda") and dist.is_nccl_available() else None
-        options: dict[str, Any] = dict(store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu, **options)
+        options: dict[str, Any] = dict(backend="gloo")
+        if device.startswith("cuda") and dist.is_nccl_available():
+            # NCCL connects now if the GPU is named, and a barrier need not guess which GPU to use
+            options = dict(backend="nccl", device_id=torch.device(device))
+        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=TIMEOUT, **options)
     return World(rank, world_size, torch.device(device))

@@ -23,8 +23,9 @@ def num_cores(root: Path = ROOT) -> int:
 
 def memory_limits(root: Path = ROOT) -> list[int]:
     """The limits in bytes of the control groups, each for all its processes together."""
-    groups = list(control_groups("memory", root))
-    limits = [read(group / name) for name in ("memory.max", "memory.limit_in_bytes") for group in groups]
+    limits = []
+    for group in control_groups("memory", root):
+        limits += [read(group / "memory.max"), read(group / "memory.limit_in_bytes")]
     return [int(limit) for limit in limits if limit.isdigit()]  # "max": no limit
 
 
