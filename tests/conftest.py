@@ -118,6 +118,12 @@ def data(tmp_path):
     return make_shards(tmp_path / "data")
 
 
+@pytest.fixture
+def out(tmp_path):
+    """The folder of a test's run, which is not there yet."""
+    return tmp_path / "out"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Shards that a module's tests share and leave as they are."""

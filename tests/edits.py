@@ -7,7 +7,7 @@ from pathlib import Path
 
 import train_gpt2
 
-from harness import ROOT
+from harness import ROOT, error_in, run, tiny_flags
 
 WIDTH = "    n_embd: Positive[int] = 768  # channels of the residual stream\n"
 POSITIONS = "self.transformer.wte(idx) + self.transformer.wpe(pos)"
@@ -137,6 +137,18 @@ def in_changed(path, function, *args):
 
 def train_changed(path, args):
     import_trainer(path).main(args)
+
+
+def edited_run(path, data, out_dir, **changes):
+    """What the trainer in the file at `path` prints in a process of its own."""
+    [said] = run(train_changed, path, tiny_flags(data, out_dir, **changes))
+    return said
+
+
+def error_of_edited(path, data, out_dir, **changes):
+    """The one line with which it refuses."""
+    [said] = run(train_changed, path, tiny_flags(data, out_dir, **changes), ends=[2])
+    return error_in(said)
 
 
 LIVES = {

@@ -84,12 +84,12 @@ def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, option
     assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 8}[step]  # in the second epoch, and before it grows
 
 
-def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, parent, tmp_path):
+def test_a_checkpoint_alone_can_be_branched_and_the_data_may_be_moved(folder, parent, out, tmp_path):
     (tmp_path / "kept").mkdir()
     shutil.copy(parent / "model_00008.pt", tmp_path / "kept")
     moved = shutil.copytree(folder, tmp_path / "moved")
-    train(moved, tmp_path / "out", branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS)
-    assert log_lines(tmp_path / "out") == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
+    train(moved, out, branch_from=tmp_path / "kept" / "model_00008.pt", **OPTIONS)
+    assert log_lines(out) == [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
 
 
 def die_in_the_first_checkpoint(args):
@@ -98,7 +98,7 @@ def die_in_the_first_checkpoint(args):
 
 
 @pytest.mark.parametrize("fate_of_parent", ["stays", "gone on", "deleted"])
-def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, tmp_path):
+def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, out, tmp_path):
     """The parent is given as a folder: its newest checkpoint may be of another step when the branch is resumed.
 
     With a checkpoint of its own, the branch needs its parent no more.
@@ -106,17 +106,17 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_pa
     family = shutil.copytree(parent, tmp_path / "family")
     for step in (8, 12):
         (family / f"model_{step:05d}.pt").unlink()
-    args = tiny_flags(folder, tmp_path / "out", branch_from=family, **OPTIONS)
+    args = tiny_flags(folder, out, branch_from=family, **OPTIONS)
     killed = [die_in_the_first_checkpoint] if fate_of_parent == "stays" else [killed_at, 5, 4]
     run(*killed, args, ends=[KILLED])
-    assert steps_of(tmp_path / "out") == ([] if fate_of_parent == "stays" else [4])
+    assert steps_of(out) == ([] if fate_of_parent == "stays" else [4])
     if fate_of_parent == "gone on":
         shutil.copytree(parent, family, dirs_exist_ok=True)
     if fate_of_parent == "deleted":
         shutil.rmtree(family)
     run(train_gpt2.main, args)
-    assert_same_run(tmp_path / "out", parent)
-    assert branched(tmp_path / "out")["step"] == 4
+    assert_same_run(out, parent)
+    assert branched(out)["step"] == 4
 
 
 def assert_refused(folder, out_dir, *texts, **options):
@@ -134,8 +134,8 @@ def assert_refused(folder, out_dir, *texts, **options):
         (dict(max_steps=8), "8 steps already"),
     ],
 )
-def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent, tmp_path):
-    assert_refused(folder, tmp_path / "out", reason, branch_from=parent / "model_00008.pt", **changes)
+def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent, out):
+    assert_refused(folder, out, reason, branch_from=parent / "model_00008.pt", **changes)
 
 
 # what a branch changes, what its notes say of that, and how many steps it reads of an order
@@ -242,23 +242,23 @@ def test_a_run_does_not_go_on_with_other_data(make, kind, folder, unfinished, tm
     assert_refused(tmp_path / "data", unfinished, *said)
 
 
-def test_weights_alone_cannot_be_branched(folder, best, tmp_path):
+def test_weights_alone_cannot_be_branched(folder, best, out):
     weights = best / "model_best.pt"
-    assert_refused(folder, tmp_path / "out", str(weights), "--init-from", branch_from=weights)
+    assert_refused(folder, out, str(weights), "--init-from", branch_from=weights)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "parent/hf"])
-def test_where_no_checkpoint_is_there_is_nothing_to_branch(name, folder, parent, tmp_path):
+def test_where_no_checkpoint_is_there_is_nothing_to_branch(name, folder, parent, out, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "parent").symlink_to(parent)
     source = tmp_path / name
-    assert_refused(folder, tmp_path / "out", f"no checkpoint in {source} that can be", branch_from=source)
+    assert_refused(folder, out, f"no checkpoint in {source} that can be", branch_from=source)
 
 
-def test_a_torn_checkpoint_cannot_be_branched(folder, parent, tmp_path):
+def test_a_torn_checkpoint_cannot_be_branched(folder, parent, out, tmp_path):
     torn = tmp_path / "model_00008.pt"
     torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
-    assert_refused(folder, tmp_path / "out", f"Checkpoint {torn} cannot be read", branch_from=torn)
+    assert_refused(folder, out, f"Checkpoint {torn} cannot be read", branch_from=torn)
 
 
 @pytest.mark.parametrize("name, resume", [("", True), ("model_00008.pt", False)])
@@ -415,28 +415,28 @@ def test_the_weights_of_the_lowest_loss_are_kept(best):
     assert_best_is(best, 8, 2.5)
 
 
-def test_a_branch_has_best_weights_of_its_own_however_often_it_is_resumed(folder, best, tmp_path):
+def test_a_branch_has_best_weights_of_its_own_however_often_it_is_resumed(folder, best, out):
     """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log.
 
     After it was killed, the branch reaches 3.2, which is not its best, either.
     """
-    args = tiny_flags(folder, tmp_path / "out", branch_from=best / "model_00004.pt", **BEST)
+    args = tiny_flags(folder, out, branch_from=best / "model_00004.pt", **BEST)
     run(train_with, BRANCH_SCRIPT, args, 9, 8, ends=[KILLED])
     run(train_with, BRANCH_SCRIPT, args)
     assert_best_is(best, 8, 2.5)
-    assert_best_is(tmp_path / "out", 6, 3.1)
+    assert_best_is(out, 6, 3.1)
 
 
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=7)
 
 
 @pytest.mark.parametrize("keep, every, kept", [(3, 2, [6, 10, 12, 14]), (1, 0, [6, 12, 14])])
-def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, folder, tmp_path):
+def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, folder, out, tmp_path):
     """They are written also where no other checkpoint is due."""
     options = MILESTONES | dict(keep_checkpoints=keep, checkpoint_every=every)
-    train(folder, tmp_path / "out", **options)
-    assert steps_of(tmp_path / "out") == kept
-    options |= dict(branch_from=tmp_path / "out", max_steps=17, milestone_every=14, keep_checkpoints=1)
+    train(folder, out, **options)
+    assert steps_of(out) == kept
+    options |= dict(branch_from=out, max_steps=17, milestone_every=14, keep_checkpoints=1)
     train(folder, tmp_path / "branch", **options)
     assert steps_of(tmp_path / "branch") == [14, 17], (
         "what was temporary in the parent may be a milestone in a branch"
@@ -444,9 +444,8 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, 
 
 
 @pytest.mark.parametrize("milestone_every", [0, 4])
-def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, tmp_path):
+def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, folder, out):
     """Whether a checkpoint is one is decided when it is written."""
-    out = tmp_path / "out"
     args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
     run(killed_at, 9, 8, args, ends=[KILLED])
     assert steps_of(out) == [6, 8]

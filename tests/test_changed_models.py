@@ -19,7 +19,7 @@ from plumbing.run.logs import read_starts
 
 import edits
 from corpora import make, train_small
-from edits import changed_trainer, in_changed, train_changed
+from edits import changed_trainer, edited_run, error_of_edited, in_changed, train_changed
 from harness import (
     KILLED,
     ROOT,
@@ -102,10 +102,10 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
 def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(data, tmp_path):
     """As with rotary embeddings: a branch learns from longer sequences. Tables of positions become those of its own."""
     path = changed_trainer(tmp_path / "train_rotary.py", edits.ROTARY | edits.TABLES)
-    run(train_changed, path, tiny_flags(data, tmp_path / "parent"))
+    edited_run(path, data, tmp_path / "parent")
     for begin in ("branch_from", "init_from"):
         options = {"block_size": 64, "sequence_length": 64, "max_steps": 24, begin: tmp_path / "parent"}
-        [said] = run(train_changed, path, tiny_flags(data, tmp_path / begin, **options))
+        said = edited_run(path, data, tmp_path / begin, **options)
         last = load_checkpoint(tmp_path / begin / "model_00024.pt")
         positions, name = torch.arange(64), "transformer.h.1.attn."
         assert torch.equal(last["model"][f"{name}sines"], positions[:, None].sin())
@@ -119,12 +119,12 @@ FEW_STEPS = dict(max_steps=2, checkpoint_every=1, val_every=0)
 
 
 @pytest.fixture
-def unfinished(request, data, tmp_path):
+def unfinished(request, data, out, tmp_path):
     """The folder of a run of the edited model that the test's parameter names, with its first checkpoint alone."""
     path = changed_trainer(tmp_path / "other.py", edits.EDITS[request.param])
-    run(train_changed, path, tiny_flags(data, tmp_path / "out", **FEW_STEPS))
-    (tmp_path / "out" / "model_00002.pt").unlink()
-    return tmp_path / "out"
+    edited_run(path, data, out, **FEW_STEPS)
+    (out / "model_00002.pt").unlink()
+    return out
 
 
 UNFIT = {  # {edit: what is said where this version's run goes on with its checkpoint}
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_version_that_does_not_fit_is_refused(unfinished
 
 FIRST_WEIGHTS = {
     "untied": UNFIT["untied"],
-    "a field and dropout": "dropout, window, but GPTConfig has no such field",
+    "a field and dropout": "has dropout, window, but GPTConfig has no such field",
 }
 
 
@@ -168,12 +168,12 @@ def test_samples_of_a_model_of_other_code_need_that_code(unfinished, tmp_path):
     assert refusal_of(sample.main, *words, "--code", tmp_path / "other.py")[0] == 0
 
 
-def test_a_finished_run_of_other_code_is_named_and_not_exported_as_the_model_of_this_one(data, tmp_path):
+def test_a_finished_run_of_other_code_is_named_and_not_exported_as_the_model_of_this_one(data, out, tmp_path):
     path = changed_trainer(tmp_path / "train_relu2.py", edits.EDITS["relu squared"])
-    run(train_changed, path, tiny_flags(data, tmp_path / "out", max_steps=2))
-    said = " ".join(train(data, tmp_path / "out", max_steps=2).split())
+    edited_run(path, data, out, max_steps=2)
+    said = " ".join(train(data, out, max_steps=2).split())
     assert "is finished" in said and "was trained by other code than runs now (train_gpt2.py, train_relu2.py)" in said
-    assert "Its model is in" in said and not (tmp_path / "out" / "hf").exists()
+    assert "Its model is in" in said and not (out / "hf").exists()
 
 
 MODULES = {
@@ -236,16 +236,16 @@ def write_with_activation(folder):
     return changed_trainer(folder / "exp" / "train_my.py", edits.WITH_ACTIVATION)
 
 
-def test_a_module_of_the_same_name_from_elsewhere_is_named_in_training(data, tmp_path):
+def test_a_module_of_the_same_name_from_elsewhere_is_named_in_training(data, out, tmp_path):
     """The copy is of the file as it was when the flags were read, and not seconds later, when torch is imported."""
     path = write_with_activation(tmp_path)
     before = path.read_bytes()
     paths = os.pathsep.join([str(tmp_path / "other"), str(ROOT)])
-    command = [sys.executable, "-P", path, *tiny_flags(data, tmp_path / "out", max_steps=1)]
+    command = [sys.executable, "-P", path, *tiny_flags(data, out, max_steps=1)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
     other = tmp_path / "other" / "my_activation.py"
     assert f"my_activation is the module in {other}, and not the one beside train_my.py" in done.stdout, done.stderr
-    [copy] = (tmp_path / "out").glob("train_my-*.py")
+    [copy] = (out).glob("train_my-*.py")
     assert copy.read_bytes() == before != path.read_bytes()
 
 
@@ -259,36 +259,36 @@ def sample_behind(folder, words):
     sample.main(words)
 
 
-def test_with_code_a_module_beside_the_trainer_is_the_one_that_runs(data, tmp_path):
+def test_with_code_a_module_beside_the_trainer_is_the_one_that_runs(data, out, tmp_path):
     path = write_with_activation(tmp_path)
-    run(train_as_code, path, tiny_flags(data, tmp_path / "out", max_steps=1))
-    words = ["abc", "-m", str(tmp_path / "out"), "--temperature", "0", "--max-new-tokens", "8", "--code", str(path)]
+    run(train_as_code, path, tiny_flags(data, out, max_steps=1))
+    words = ["abc", "-m", str(out), "--temperature", "0", "--max-new-tokens", "8", "--code", str(path)]
     [said] = run(sample_behind, tmp_path / "other", words)
     assert said == run(sample_behind, tmp_path / "exp", words)[0]
 
 
 @pytest.mark.parametrize("name", edits.NOTES)
-def test_what_a_changed_model_cannot_keep_is_said(name, data, tmp_path):
+def test_what_a_changed_model_cannot_keep_is_said(name, data, out, tmp_path):
     changes, words = edits.NOTES[name]
     path = changed_trainer(tmp_path / "train_gpt2.py", changes)
     options = dict(hellaswag_every=1, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", block_size=128, max_steps=1, **options))
+    said = edited_run(path, data, out, block_size=128, max_steps=1, **options)
     assert words in said
 
 
-def test_a_mistake_in_the_model_shows_as_itself(data, tmp_path):
+def test_a_mistake_in_the_model_shows_as_itself(data, out, tmp_path):
     """And not as torch.compile's."""
     path = changed_trainer(tmp_path / "mistake.py", {edits.PROJECTION: edits.PROJECTION.replace("4", "3")})
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out", compile=True), ends=[1])
+    [said] = run(train_changed, path, tiny_flags(data, out, compile=True), ends=[1])
     assert "shapes cannot be multiplied" in said and f"return {edits.GELU}" in said
-    assert "warning" not in said and not (tmp_path / "out").exists()
+    assert "warning" not in said and not (out).exists()
 
 
-def test_a_parameter_that_no_rank_uses_is_named(data, tmp_path):
+def test_a_parameter_that_no_rank_uses_is_named(data, out, tmp_path):
     path = changed_trainer(tmp_path / "unused.py", {edits.POSITIONS: "self.transformer.wte(idx)"})
-    said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
+    said, _ = run(train_changed, path, tiny_flags(data, out), ranks=2, ends=[2, 2])
     assert "A step does not use 1 parameter, such as transformer.wpe.weight" in error_in(said)
-    assert not (tmp_path / "out").exists()
+    assert not (out).exists()
 
 
 def two_with_one_parameter(model, config):
@@ -306,15 +306,15 @@ def without_positions(model, config):
 whole_configure = train_gpt2.configure_optimizers
 
 
-def test_a_parameter_in_two_optimizers_is_refused(data, tmp_path):
+def test_a_parameter_in_two_optimizers_is_refused(data, out):
     with patched(train_gpt2, "configure_optimizers", two_with_one_parameter):
         line = "Two optimizers have the parameter transformer.wpe.weight"
-        refused_run(dict(data=data, out_dir=tmp_path / "out"), line)
+        refused_run(dict(data=data, out_dir=out), line)
 
 
-def test_a_parameter_in_no_optimizer_is_named(data, tmp_path):
+def test_a_parameter_in_no_optimizer_is_named(data, out):
     with patched(train_gpt2, "configure_optimizers", without_positions):
-        said = train(data, tmp_path / "out", max_steps=1)
+        said = train(data, out, max_steps=1)
     assert "No optimizer has transformer.wpe.weight" in said
 
 
@@ -332,11 +332,10 @@ def test_a_parameter_in_no_optimizer_does_not_count_in_the_gradient_norm(data, t
 
 
 @pytest.mark.parametrize("line", edits.REFUSED)
-def test_what_a_run_could_not_go_on_with_is_named_before_its_first_step(line, data, tmp_path):
+def test_what_a_run_could_not_go_on_with_is_named_before_its_first_step(line, data, out, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.REFUSED[line])
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ends=[2])
-    assert line in error_in(said)
-    assert not (tmp_path / "out").exists()
+    assert line in error_of_edited(path, data, out)
+    assert not (out).exists()
 
 
 def test_adapters_begin_over_frozen_weights_and_go_on(data, tmp_path):
@@ -354,16 +353,16 @@ def test_adapters_begin_over_frozen_weights_and_go_on(data, tmp_path):
     assert after["transformer.h.0.mlp.low"].std() > 0.5 and after["transformer.h.0.mlp.up"].any()
 
 
-def test_ranks_that_train_different_models_are_told_after_the_first_step_with_what_differs_most(data, tmp_path):
+def test_ranks_that_train_different_models_are_told_after_the_first_step_with_what_differs_most(data, out, tmp_path):
     """DDP averages the gradients of those parameters that require one when the run begins."""
     changes = {
         "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
         "    losses = []\n    for micro": "    model.requires_grad_(True)\n    losses = []\n    for micro",
     }
     path = changed_trainer(tmp_path / "train_gpt2.py", changes)
-    said, _ = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[2, 2])
+    said, _ = run(train_changed, path, tiny_flags(data, out), ranks=2, ends=[2, 2])
     assert "After step 0, transformer.wpe.weight is not the same on all ranks" in error_in(said)
-    assert not list((tmp_path / "out").glob("model_*.pt"))
+    assert not list((out).glob("model_*.pt"))
 
 
 def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_path):
@@ -373,9 +372,9 @@ def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_pa
         "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
     }
     path = changed_trainer(tmp_path / "train_gpt2.py", changes)
-    run(train_changed, path, tiny_flags(data, tmp_path / "parent", max_steps=4))
+    edited_run(path, data, tmp_path / "parent", max_steps=4)
     options = dict(branch_from=tmp_path / "parent", max_steps=8, flipped=1)
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "branch", **options))
+    said = edited_run(path, data, tmp_path / "branch", **options)
     assert "With a cache this model computes something else" in said
 
 
@@ -390,7 +389,7 @@ def write_with_average(folder):
 def averaged(folder):
     """The folder of a run that averages its weights, which nothing interrupts."""
     path = write_with_average(folder.parent)
-    run(train_changed, path, tiny_flags(folder, folder.parent / "averaged"))
+    edited_run(path, folder, folder.parent / "averaged")
     return folder.parent / "averaged"
 
 
@@ -417,10 +416,10 @@ def test_an_average_of_the_weights_is_validated_and_saved(averaged):
     check_average(averaged)
 
 
-def test_two_ranks_average_the_weights(folder, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out")
+def test_two_ranks_average_the_weights(folder, out, tmp_path):
+    args = tiny_flags(folder, out)
     run(train_changed, write_with_average(tmp_path), args, ranks=2, ends=[0, 0])
-    check_average(tmp_path / "out")
+    check_average(out)
 
 
 def test_an_average_of_the_weights_goes_on_with_its_run(averaged, killed_averaged, folder, tmp_path):
@@ -455,58 +454,57 @@ def test_the_records_say_how_an_average_becomes_a_model_of_its_own(averaged, tmp
 def test_float32_state_of_bfloat16_weights_is_not_rounded_where_a_run_goes_on(data, tmp_path):
     """torch's load_state_dict would make it the weights' dtype."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.MASTER_WEIGHTS)
-    run(train_changed, path, tiny_flags(data, tmp_path / "whole"))
+    edited_run(path, data, tmp_path / "whole")
     args = tiny_flags(data, tmp_path / "killed")
     run(in_changed, path, killed_at, 6, 4, args, ends=[KILLED])
     run(train_changed, path, args)
     assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
 
 
-def test_steps_that_are_done_again_are_compared_with_what_they_were(data, tmp_path):
+def test_steps_that_are_done_again_are_compared_with_what_they_were(data, out, tmp_path):
     """A run whose training counts in a variable of its own goes on as another run, and only its log can tell."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.HIDDEN)
-    args = tiny_flags(data, tmp_path / "out", warmup_steps=0)
+    args = tiny_flags(data, out, warmup_steps=0)
     run(in_changed, path, killed_at, 7, 4, args, ends=[KILLED])
-    before = log_lines(tmp_path / "out")
+    before = log_lines(out)
     [said] = run(train_changed, path, args)
-    assert "before the run was stopped, and is" in said and log_lines(tmp_path / "out")[: len(before)] != before
+    assert "before the run was stopped, and is" in said and log_lines(out)[: len(before)] != before
 
 
-def test_a_number_put_into_scalars_is_logged_as_rank_0_has_it(data, tmp_path):
+def test_a_number_put_into_scalars_is_logged_as_rank_0_has_it(data, out, tmp_path):
     changes = {
         edits.STEPS: '    scalars["before"] = 0.1 + world.rank\n'
         '    scalars["count"], scalars["large"] = 16_777_217, 1e300\n' + edits.STEPS
     }
     path = changed_trainer(tmp_path / "train_gpt2.py", changes)
-    run(train_changed, path, tiny_flags(data, tmp_path / "out"), ranks=2, ends=[0, 0])
+    run(train_changed, path, tiny_flags(data, out), ranks=2, ends=[0, 0])
     for name, text in {"before": "0.1", "count": "16777217", "large": "1e+300"}.items():
-        assert set(read_log(tmp_path / "out", name).values()) == {text}
+        assert set(read_log(out, name).values()) == {text}
 
 
 def after_update(line):
     return {edits.AFTER_UPDATE: f"{edits.AFTER_UPDATE}    {line}\n"}
 
 
-def test_a_number_may_be_taken_after_the_update(data, tmp_path):
+def test_a_number_may_be_taken_after_the_update(data, out, tmp_path):
     line = 'scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)'
     path = changed_trainer(tmp_path / "train_gpt2.py", after_update(line))
-    run(train_changed, path, tiny_flags(data, tmp_path / "out"))
-    weight = load_checkpoint(tmp_path / "out" / "model_00012.pt")["model"]["lm_head.weight"]
-    assert losses(tmp_path / "out", "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
+    edited_run(path, data, out)
+    weight = load_checkpoint(out / "model_00012.pt")["model"]["lm_head.weight"]
+    assert losses(out, "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
 
 
 @pytest.mark.parametrize("name", ["train", "val/docs", "val bpb", ""])
-def test_a_name_that_a_number_cannot_have_is_refused(name, data, tmp_path):
+def test_a_name_that_a_number_cannot_have_is_refused(name, data, out, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", after_update(f"scalars[{name!r}] = 1"))
-    [said] = run(train_changed, path, tiny_flags(data, tmp_path / "out"), ends=[2])
-    assert f"{name!r} cannot be the name of a scalar" in error_in(said)
+    assert f"{name!r} cannot be the name of a scalar" in error_of_edited(path, data, out)
 
 
 @pytest.fixture(params=[{}, edits.EDITS["untied"]], ids=["tied", "untied"])
 def with_tokenizers(request, data, tmp_path):
     """A trainer, a run of it on bytes in "first", and shards of a BPE tokenizer in "other"."""
     path = changed_trainer(tmp_path / "train_gpt2.py", request.param)
-    run(train_changed, path, tiny_flags(data, tmp_path / "first"))
+    edited_run(path, data, tmp_path / "first")
     tokenizers.write_encoding(train_small("gpt2"), tmp_path / "small.tiktoken")
     (tmp_path / "text.txt").write_text("abcdefghijklmnop the ponds " * 400)
     make(tmp_path, str(tmp_path / "text.txt"), name="other", tokenizer=str(tmp_path / "small.tiktoken"))
@@ -543,12 +541,12 @@ def test_a_branch_and_an_evaluation_need_the_models_tokenizer(options, with_toke
 def test_an_evaluation_that_counts_counts_once_where_a_run_goes_on(data, tmp_path):
     """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.PLATEAU)
-    run(train_changed, path, tiny_flags(data, tmp_path / "whole"))
+    edited_run(path, data, tmp_path / "whole")
     args = tiny_flags(data, tmp_path / "killed")
     run(in_changed, path, killed_at, 6, 4, args, ends=[KILLED])
     run(train_changed, path, args)
     assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
     states = [load_checkpoint(tmp_path / name / "model_00012.pt")["own"] for name in ("whole", "killed")]
     assert states[0] == states[1] and states[0]["plateau"]["last_epoch"] == 4
-    run(train_changed, path, tiny_flags(data, tmp_path / "branch", branch_from=tmp_path / "whole" / "model_00008.pt"))
+    edited_run(path, data, tmp_path / "branch", branch_from=tmp_path / "whole" / "model_00008.pt")
     assert log_lines(tmp_path / "branch") == log_lines(tmp_path / "whole")

@@ -41,10 +41,10 @@ def train_with_a_nan_on_rank_1(args):
         train_gpt2.main(args)
 
 
-def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(data, tmp_path):
+def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(data, out, tmp_path):
     """Step 3 of 8 windows, micro-step 0 of B = 2 on rank 1: windows 24 + (0 * 2 + 1) * 2 = 26, 27; tokens 416, 432."""
     options = dict(shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
-    args = tiny_flags(data, tmp_path / "out", **options)
+    args = tiny_flags(data, out, **options)
     text, text_of_rank_1 = run(train_with_a_nan_on_rank_1, args, ranks=2, ends=[2, 2])
     error = error_in(text)
     assert "step 3" in error and "loss is nan" in error and "Traceback" not in text
@@ -52,12 +52,12 @@ def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(da
     assert "token 384" not in error  # rank 0's window of that micro-step
     # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
     assert text_of_rank_1 == error + "\n"
-    assert sorted(read_log(tmp_path / "out")) == [0, 1, 2]
-    assert newest_checkpoint(tmp_path / "out")["step"] == 3
+    assert sorted(read_log(out)) == [0, 1, 2]
+    assert newest_checkpoint(out)["step"] == 3
     # without the NaN the same command continues to the end
-    train(data, tmp_path / "out", **options)
+    train(data, out, **options)
     train(data, tmp_path / "straight", **options)
-    assert np.allclose(losses(tmp_path / "out"), losses(tmp_path / "straight"), atol=2e-5, rtol=0)
+    assert np.allclose(losses(out), losses(tmp_path / "straight"), atol=2e-5, rtol=0)
 
 
 def infinite(model, loss):
@@ -71,12 +71,11 @@ def infinite(model, loss):
     return loss
 
 
-def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_was(data, tmp_path):
+def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_was(data, out):
     """One is kept: that of step 4 goes when step 5 has succeeded, which it has not.
 
     That of step 3 goes when step 4 has succeeded, or at the next step if that of 4 is still being written.
     """
-    out = tmp_path / "out"
     options = dict(checkpoint_every=1, keep_checkpoints=1)
     branch = f"--branch-from {out / 'model_00004.pt'} --max-lr LOWER"
     with spoiled({5}, 0, infinite):
@@ -89,33 +88,33 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
 
 
 @pytest.mark.parametrize("name, kind", [("train_000001", "training"), ("val_000000", "validation")])
-def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, data, tmp_path):
+def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, data, out):
     def exchange(step, parts):
         if step == 5:
             # in place: np.save would cut the file to nothing first, under the threads that read ahead
             np.load(data / f"tiny_{name}.npy", mmap_mode="r+")[:] = 99
 
-    changes = dict(data=data, out_dir=tmp_path / "out")
+    changes = dict(data=data, out_dir=out)
     with at_steps(exchange):
         refused_run(changes, f"The shards in {data} have changed")
-    assert steps_of(tmp_path / "out") == [4]
-    refused_run(changes, f"The run in {tmp_path / 'out'} cannot continue with", f"{kind} data")
+    assert steps_of(out) == [4]
+    refused_run(changes, f"The run in {out} cannot continue with", f"{kind} data")
 
 
-def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, tmp_path):
+def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, out, tmp_path):
     options = dict(optimizer="muon", max_steps=3, val_every=1)
     train(data, tmp_path / "exact", **options)
     with spoiled([1], 0, infinite):
-        train(data, tmp_path / "out", dtype="float16", **options)
-    assert losses(tmp_path / "out", "norm")[0] == pytest.approx(losses(tmp_path / "exact", "norm")[0], rel=0.02)
-    val = losses(tmp_path / "out", "val")
+        train(data, out, dtype="float16", **options)
+    assert losses(out, "norm")[0] == pytest.approx(losses(tmp_path / "exact", "norm")[0], rel=0.02)
+    val = losses(out, "val")
     assert val[0] != val[1] == val[2] != val[3]
     # the scaler begins at 65,536
-    assert load_checkpoint(tmp_path / "out" / "model_00003.pt")["scaler"]["scale"] == 2.0**15
+    assert load_checkpoint(out / "model_00003.pt")["scaler"]["scale"] == 2.0**15
 
 
-def test_gradients_that_always_overflow_in_float16_stop_the_run(data, tmp_path):
+def test_gradients_that_always_overflow_in_float16_stop_the_run(data, out):
     """After 16 steps, each of which halves the scale, it is no longer the scale that makes them overflow."""
-    changes = dict(data=data, out_dir=tmp_path / "out", dtype="float16", max_steps=30)
+    changes = dict(data=data, out_dir=out, dtype="float16", max_steps=30)
     with spoiled(range(30), 0, infinite):
         refused_run(changes, "Training diverged in step 16: ")

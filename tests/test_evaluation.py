@@ -41,7 +41,7 @@ from harness import (
 
 
 @pytest.fixture(params=[False, True], ids=["all targets", "masked targets"])
-def validated(request, tmp_path):
+def validated(request, out, tmp_path):
     """The folders of shards and of a run whose best weights, and first loss, are those of step 0; its validation."""
     masks = request.param
     folder = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
@@ -53,9 +53,9 @@ def validated(request, tmp_path):
     options = dict(val_tokens=37 * 16, val_every=1, keep_best=True, max_steps=1, shuffle=False, max_lr=100.0)
     batch_size = 5 if masks else 64  # neither divides 37
     options |= dict(batch_size=batch_size, total_batch_size=16 * batch_size)
-    train(folder, tmp_path / "out", init_from=tmp_path / "start", **options)
+    train(folder, out, init_from=tmp_path / "start", **options)
     x, y = windows(folder, "val", 16, masks)
-    return tmp_path / "out", x[:37], y[:37]
+    return out, x[:37], y[:37]
 
 
 def mean_loss(logits, y):
@@ -188,16 +188,16 @@ def test_an_evaluation_is_no_branch(evaluate, folder):
     refused_run(changes, "use --init-from instead of --branch-from")
 
 
-def test_validation_data_whose_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, tmp_path):
+def test_validation_data_whose_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, out, tmp_path):
     masked = make_shards(tmp_path / "masked", masks=True)
     mask = np.zeros(2000, np.uint8)
     mask[1999] = 1  # a target that no window has, as it ends before
     with open(masked / "tiny_val_000000.mask", "wb") as file:
         np.save(file, mask)
-    train((data, masked), tmp_path / "out")
+    train((data, masked), out)
     streams = {}
     for name in ("val/masked", "val", "val/data"):
-        streams[name] = list(read_log(tmp_path / "out", name).values())
+        streams[name] = list(read_log(out, name).values())
     assert streams["val/masked"] == streams["val"] == ["nan"] * 4
     assert "nan" not in streams["val/data"]
 
@@ -264,26 +264,26 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
         assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
 
 
-def test_samples_of_a_chat_model_are_answers_with_role_markers(data, tmp_path):
+def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out, tmp_path):
     model = parrot_model(text="Yes!")
     with torch.no_grad():
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
     change_meta(data, tokenizer="bytes+chat")
     export_huggingface(model, tokenizers.get_encoding("bytes+chat"), tmp_path / "model")
     options = dict(init_from=tmp_path / "model", n_layer=1, block_size=256, vocab_size=320, sample_prompt="Hi")
-    train(data, tmp_path / "out", max_steps=0, sample_every=1, **options)
-    assert samples(tmp_path / "out") == {0: ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4}
+    train(data, out, max_steps=0, sample_every=1, **options)
+    assert samples(out) == {0: ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4}
 
 
-def test_samples_of_the_same_weights_are_the_same_in_each_step(data, tmp_path):
+def test_samples_of_the_same_weights_are_the_same_in_each_step(data, out):
     """At a rate at which nothing is learned."""
-    train(data, tmp_path / "out", max_lr=1e-30, min_lr=0, sample_every=2, max_steps=4)
-    texts = samples(tmp_path / "out")
+    train(data, out, max_lr=1e-30, min_lr=0, sample_every=2, max_steps=4)
+    texts = samples(out)
     assert texts[2] == texts[4]
 
 
 @pytest.mark.gpt2
-def test_samples_are_of_the_50_likeliest_ids(data, tmp_path):
+def test_samples_are_of_the_50_likeliest_ids(data, out, tmp_path):
     """Of a model for which each id is a little less likely than the one before it, whatever the text."""
     model = tiny_model(vocab_size=257)
     with torch.no_grad():
@@ -291,6 +291,6 @@ def test_samples_are_of_the_50_likeliest_ids(data, tmp_path):
         model.transformer.ln_f.bias.copy_(F.one_hot(torch.tensor(0), 32))
         model.transformer.wte.weight[:, 0] = -torch.arange(257) / 1000
     export_huggingface(model, tokenizers.get_encoding("bytes"), tmp_path / "model")
-    train(data, tmp_path / "out", init_from=tmp_path / "model", max_steps=0, sample_every=1, sample_prompt="x")
-    text = "".join(samples(tmp_path / "out")[0])
+    train(data, out, init_from=tmp_path / "model", max_steps=0, sample_every=1, sample_prompt="x")
+    text = "".join(samples(out)[0])
     assert max(text.replace("x", "").encode()) == 49

@@ -132,11 +132,11 @@ def test_a_dry_run_says_how_often_each_folder_is_read(folders, tmp_path):
     assert "/code: 384 tokens, 20.0% of the run, 0.8 passes" in said
 
 
-def test_a_run_on_a_mixture_ends_after_a_kill_as_if_never_interrupted(folders, whole, tmp_path):
-    args = tiny_flags(folders, tmp_path / "out", **OPTIONS)
+def test_a_run_on_a_mixture_ends_after_a_kill_as_if_never_interrupted(folders, whole, out):
+    args = tiny_flags(folders, out, **OPTIONS)
     run(killed_at, 7, 4, args, ends=[KILLED])
     run(train_gpt2.main, args)
-    assert_same_run(tmp_path / "out", whole)
+    assert_same_run(out, whole)
 
 
 def test_two_ranks_train_on_a_mixture_as_one(folders, whole, tmp_path):
@@ -200,45 +200,45 @@ def test_a_branch_on_other_folders_ends_after_a_kill_as_if_never_interrupted(fol
 
 
 @pytest.mark.parametrize("weights", [(-1, 1, 1), (0, 0, 0), (1, 1), ("nan", 1, 1), ("inf", 1, 1)])
-def test_shares_that_are_none_are_refused(weights, folders, tmp_path):
-    changes = dict(data=folders, out_dir=tmp_path / "out", data_weights=weights)
+def test_shares_that_are_none_are_refused(weights, folders, out):
+    changes = dict(data=folders, out_dir=out, data_weights=weights)
     refused_run(changes, "Give a share for each folder: 0 or more, and not all 0.")
 
 
 @pytest.mark.parametrize("again", ["docs", "docs/", "chats/../docs", "link"])
-def test_a_folder_that_is_named_twice_is_refused(again, folders, tmp_path):
+def test_a_folder_that_is_named_twice_is_refused(again, folders, out, tmp_path):
     root = shutil.copytree(Path(folders[0]).parent, tmp_path / "root")
     (root / "link").symlink_to(root / "docs")
     data = (root / "docs", root / "chats", f"{root}/{again}")
-    refused_run(dict(data=data, out_dir=tmp_path / "out"), "names a folder twice")
+    refused_run(dict(data=data, out_dir=out), "names a folder twice")
 
 
-def test_passes_with_shares_are_refused(folders, tmp_path):
-    changes = dict(data=folders, out_dir=tmp_path / "out", data_weights=(1, 1, 1), passes=1)
+def test_passes_with_shares_are_refused(folders, out):
+    changes = dict(data=folders, out_dir=out, data_weights=(1, 1, 1), passes=1)
     refused_run(changes, "--passes counts all windows of all folders, ")
 
 
-def test_folders_of_other_tokenizers_are_refused(folders, tmp_path):
+def test_folders_of_other_tokenizers_are_refused(folders, out, tmp_path):
     other = shutil.copytree(folders[2], tmp_path / "other")
     change_meta(other, tokenizer="bytes+chat")
     line = f"The shards in {other} have tokenizer bytes+chat, but those in {folders[0]} have bytes."
-    refused_run(dict(data=(folders[0], other), out_dir=tmp_path / "out"), line)
+    refused_run(dict(data=(folders[0], other), out_dir=out), line)
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_a_folder_without_a_validation_split_is_refused(share, folders, tmp_path):
+def test_a_folder_without_a_validation_split_is_refused(share, folders, out, tmp_path):
     other = shutil.copytree(folders[2], tmp_path / "other")
     (other / "tiny_val_000000.npy").unlink()
-    changes = dict(data=(folders[0], other), out_dir=tmp_path / "out", data_weights=(1, share))
+    changes = dict(data=(folders[0], other), out_dir=out, data_weights=(1, share))
     refused_run(changes, f"There are no val shards in {other}")
 
 
-def test_a_folder_without_a_training_split_may_have_a_share_of_0(folders, tmp_path):
+def test_a_folder_without_a_training_split_may_have_a_share_of_0(folders, out, tmp_path):
     other = shutil.copytree(folders[2], tmp_path / "other")
     (other / "tiny_train_000001.npy").unlink()
     change_meta(other, shards={"tiny_val_000000.npy": 800})
-    train((folders[0], other), tmp_path / "out", data_weights=(1, 0), max_steps=1)
-    assert losses(tmp_path / "out", "val/other").all()
+    train((folders[0], other), out, data_weights=(1, 0), max_steps=1)
+    assert losses(out, "val/other").all()
 
 
 def test_folders_of_one_name_have_streams_of_their_own():

@@ -102,10 +102,10 @@ def assert_equals_plain_loop(out_dir, expected):
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(plain, batch_size, tmp_path):
+def test_a_run_equals_a_plain_loop_with_transformers_whatever_the_accumulation(plain, batch_size, out):
     folder, start, expected = plain
-    train(folder, tmp_path / "out", init_from=start, batch_size=batch_size, **PLAIN)
-    assert_equals_plain_loop(tmp_path / "out", expected)
+    train(folder, out, init_from=start, batch_size=batch_size, **PLAIN)
+    assert_equals_plain_loop(out, expected)
 
 
 def train_with_less_memory_on_rank_1(args):
@@ -170,16 +170,16 @@ def check_ranks_agree(said, steps):
 
 
 @pytest.mark.gpt2
-def test_two_processes_equal_a_plain_loop_and_each_other(plain, tmp_path):
+def test_two_processes_equal_a_plain_loop_and_each_other(plain, out):
     """Two micro-steps on each of two ranks, as the plain loop's one batch of eight.
 
     Fails (each was tried) if all micro-steps all-reduce, or none; if the loss is one rank's; if masked targets are
     averaged by micro-step.
     """
     folder, start, expected = plain
-    args = tiny_flags(folder, tmp_path / "out", init_from=start, **PLAIN | {"batch_size": 2})
+    args = tiny_flags(folder, out, init_from=start, **PLAIN | {"batch_size": 2})
     said = run(train_and_report, args, ranks=2)
-    assert_equals_plain_loop(tmp_path / "out", expected)
+    assert_equals_plain_loop(out, expected)
     check_ranks_agree(said, 10)
     assert said[1].count("\n") == 1, "rank 1 prints its report and nothing else"
 
@@ -213,8 +213,8 @@ def train_centered_and_report(args):
         train_and_report(args)
 
 
-def test_a_buffer_that_the_forward_pass_writes_is_the_same_on_all_ranks_after_each_step(data, tmp_path):
-    args = tiny_flags(data, tmp_path / "out", batch_size=2, max_steps=4)
+def test_a_buffer_that_the_forward_pass_writes_is_the_same_on_all_ranks_after_each_step(data, out):
+    args = tiny_flags(data, out, batch_size=2, max_steps=4)
     check_ranks_agree(run(train_centered_and_report, args, ranks=2), 4)
 
 
@@ -230,8 +230,8 @@ def train_until_rank_1_differs(args):
         train_gpt2.main(args)
 
 
-def test_ranks_that_begin_to_differ_in_a_later_step_are_told_at_the_next_checkpoint(data, tmp_path):
-    args = tiny_flags(data, tmp_path / "out", batch_size=2)
+def test_ranks_that_begin_to_differ_in_a_later_step_are_told_at_the_next_checkpoint(data, out):
+    args = tiny_flags(data, out, batch_size=2)
     said, _ = run(train_until_rank_1_differs, args, ranks=2, ends=[2, 2])
     assert "transformer.wpe.weight is not the same on all ranks" in error_in(said)
-    assert steps_of(tmp_path / "out") == [4]
+    assert steps_of(out) == [4]

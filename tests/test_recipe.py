@@ -181,10 +181,10 @@ def test_a_run_does_not_go_on_with_another_value_of_a_setting_of_its_recipe(name
     assert listing(out_dir) == before
 
 
-def test_a_small_limit_of_the_gradient_norm_holds_the_weights_still(data, tmp_path):
+def test_a_small_limit_of_the_gradient_norm_holds_the_weights_still(data, out):
     """AdamW divides by the gradient's size plus 1e-8: what is far below that moves no weight."""
-    train(data, tmp_path / "out", grad_clip=1e-14, weight_decay=0)
-    val = losses(tmp_path / "out", "val")
+    train(data, out, grad_clip=1e-14, weight_decay=0)
+    val = losses(out, "val")
     assert val == pytest.approx(val[0], abs=1e-5)
 
 
@@ -258,7 +258,7 @@ def test_another_seed_begins_with_other_weights(data, tmp_path):
     assert read_log(tmp_path / "1", "val")[0] != read_log(tmp_path / "2", "val")[0]
 
 
-def test_a_step_whose_targets_are_all_masked_learns_nothing(tmp_path):
+def test_a_step_whose_targets_are_all_masked_learns_nothing(out, tmp_path):
     """The first step's 8 windows of 16."""
     folder = make_shards(tmp_path / "data", masks=True)
     path = folder / "tiny_train_000001.mask"
@@ -266,9 +266,9 @@ def test_a_step_whose_targets_are_all_masked_learns_nothing(tmp_path):
     mask[: 8 * 16 + 1] = 0
     with open(path, "wb") as file:
         np.save(file, mask)
-    train(folder, tmp_path / "out", shuffle=False, weight_decay=0, val_every=1, max_steps=3)
-    val = losses(tmp_path / "out", "val")
-    assert losses(tmp_path / "out")[0] == 0
+    train(folder, out, shuffle=False, weight_decay=0, val_every=1, max_steps=3)
+    val = losses(out, "val")
+    assert losses(out)[0] == 0
     assert val[1] == val[0] and val[2] != val[1]
 
 
@@ -413,26 +413,26 @@ def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
         assert np.allclose(p.detach().numpy(), value, atol=1e-3)
 
 
-def test_passes_count_the_steps(tmp_path):
+def test_passes_count_the_steps(out, tmp_path):
     """1,552 tokens to train on in 62 and 35 windows of 16, 8 of them a step: two passes are 24 steps."""
     data = make_shards(tmp_path / "data", (2000, 1000, 565))
     options = dict(warmup_steps=50, val_every=0, checkpoint_every=0)
-    said = train(data, tmp_path / "out", passes=2, **options)
-    assert len(losses(tmp_path / "out")) == 24
+    said = train(data, out, passes=2, **options)
+    assert len(losses(out)) == 24
     assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
     assert len(losses(tmp_path / "out-longer")) == 48
-    options |= dict(branch_from=tmp_path / "out", warmup_steps=5)
+    options |= dict(branch_from=out, warmup_steps=5)
     train(data, tmp_path / "branch", passes=5, **options)
     assert len(losses(tmp_path / "branch")) == 61
     starts = [read_starts(tmp_path / name / "run.txt")[0]["config"] for name in ("out", "branch")]
     assert [(c["max_steps"], c["warmup_steps"]) for c in starts] == [(24, 2), (61, 5)]
 
 
-def test_passes_are_over_all_folders(tmp_path):
+def test_passes_are_over_all_folders(out, tmp_path):
     """97 windows in one, 62 in the other: 159 are 19.9 steps of 8."""
     data = make_shards(tmp_path / "one", (2000, 1000, 565)), make_shards(tmp_path / "other", (2000, 1000))
-    train(data, tmp_path / "out", passes=1, val_every=0)
-    assert len(losses(tmp_path / "out")) == 20
+    train(data, out, passes=1, val_every=0)
+    assert len(losses(out)) == 20
 
 
 @pytest.mark.parametrize("passes", [0.1, 0.25, 0.5, 1, 3])
@@ -450,9 +450,9 @@ def test_passes_read_as_many_tokens_as_they_say_to_a_step_also_where_they_end_in
     assert abs(read - passes * (2**18 + 2**17)) <= size
 
 
-def test_passes_and_steps_are_two_answers_to_one_question_and_none_to_an_evaluation(data, tmp_path):
-    train(data, tmp_path / "out", max_steps=2)
+def test_passes_and_steps_are_two_answers_to_one_question_and_none_to_an_evaluation(data, out, tmp_path):
+    train(data, out, max_steps=2)
     args = tiny_flags(data, tmp_path / "new", passes=0.1) + ["--max-steps"]
     assert "--passes and --max-steps both say how long the run is." in refused(train_gpt2.main, *args, 5)
-    assert status_of(train_gpt2.main, [*args, "0", "--init-from", str(tmp_path / "out")]) == 0
+    assert status_of(train_gpt2.main, [*args, "0", "--init-from", str(out)]) == 0
     assert sorted(read_log(tmp_path / "new", "val")) == [0] and not read_log(tmp_path / "new")

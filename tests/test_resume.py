@@ -106,8 +106,7 @@ def train_until(name, args):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(moment, folder, straight, tmp_path):
-    out = tmp_path / "out"
+def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(moment, folder, straight, out):
     args = tiny_flags(folder, out, **OPTIONS)
     run(train_until, moment, args, ends=[KILLED])
     assert steps_of(out) == MOMENTS[moment].leaves
@@ -134,8 +133,8 @@ def killed(folder):
 
 
 @pytest.fixture
-def stopped(killed, tmp_path):
-    return shutil.copytree(killed, tmp_path / "out")
+def stopped(killed, out):
+    return shutil.copytree(killed, out)
 
 
 @pytest.mark.parametrize("damage, keep_checkpoints", [("cut to half", 1), ("a bit flipped", 2)])
@@ -195,17 +194,17 @@ def test_no_resume_of_a_folder_alone_does_not_say_what_is_to_begin(straight):
     assert "There is no checkpoint in" in line and "under --no-resume" in line and "its settings as well" in line
 
 
-def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, tmp_path):
+def test_no_resume_sets_the_old_run_aside_and_starts_afresh(folder, straight, out, tmp_path):
     """With what the package wandb keeps there, so that the new run's curve is another one."""
-    shutil.copytree(straight, tmp_path / "out")
-    (tmp_path / "out" / "wandb" / "run-20261127-abc").mkdir(parents=True)
-    before = listing(tmp_path / "out")
+    shutil.copytree(straight, out)
+    (out / "wandb" / "run-20261127-abc").mkdir(parents=True)
+    before = listing(out)
     for number in (1, 2):
-        said = train(folder, tmp_path / "out", resume=False, seed=number, **OPTIONS)
-        assert f"to {tmp_path / 'out'}.{number}." in said
-    assert listing(tmp_path / "out.1") == before and not (tmp_path / "out" / "wandb").exists()
-    assert sorted(read_log(tmp_path / "out")) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
-    assert read_log(tmp_path / "out") != read_log(tmp_path / "out.2") != read_log(straight)
+        said = train(folder, out, resume=False, seed=number, **OPTIONS)
+        assert f"to {out}.{number}." in said
+    assert listing(tmp_path / "out.1") == before and not (out / "wandb").exists()
+    assert sorted(read_log(out)) == sorted(read_log(tmp_path / "out.2")) == list(range(12))
+    assert read_log(out) != read_log(tmp_path / "out.2") != read_log(straight)
 
 
 def killed_while_moving(number, args):
@@ -229,9 +228,8 @@ def test_a_run_that_is_moved_aside_in_half_is_never_continued_with_half_of_its_l
 @pytest.mark.parametrize(
     "name, times, status, first", [("SIGTERM", 3, 0, []), ("SIGHUP", 1, 0, ["--no_resume"]), ("SIGINT", 1, 130, [])]
 )
-def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, first, folder, straight, tmp_path):
+def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, first, folder, straight, out):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
-    out = tmp_path / "out"
     args = [*first, *tiny_flags(folder, out, **OPTIONS)]
     [said] = run(signalled, 5, name, times, 0, args, ends=[status])
     assert "Stopped after 6 steps" in said and "Traceback" not in said
@@ -254,50 +252,50 @@ def test_a_line_of_the_users_in_samples_txt_stays(folder, straight, stopped):
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
-def test_main_leaves_the_signal_handlers_as_they_were(folder, tmp_path):
+def test_main_leaves_the_signal_handlers_as_they_were(folder, out):
     before = [signal.getsignal(number) for number in STOPPING]
     inside = []
     with at_steps(lambda step, parts: inside.append(signal.getsignal(signal.SIGTERM))):
-        train(folder, tmp_path / "out", max_steps=1)
+        train(folder, out, max_steps=1)
     assert inside != [before[0]]
     assert [signal.getsignal(number) for number in STOPPING] == before
 
 
 @needs("SIGHUP")
-def test_under_nohup_a_closed_terminal_stops_nothing(folder, tmp_path):
+def test_under_nohup_a_closed_terminal_stops_nothing(folder, out):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGHUP)):
-        train(folder, tmp_path / "out", max_steps=2)
-    assert len(read_log(tmp_path / "out")) == 2
+        train(folder, out, max_steps=2)
+    assert len(read_log(out)) == 2
 
 
-def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, tmp_path):
+def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, out):
     """Where auto means float16 now, a float32 run stays one."""
     options = OPTIONS | {"dtype": "auto"}
-    run(signalled, 5, "SIGTERM", 1, 0, tiny_flags(folder, tmp_path / "out", **options))
-    assert newest_checkpoint(tmp_path / "out")["config"]["dtype"] == "float32"
+    run(signalled, 5, "SIGTERM", 1, 0, tiny_flags(folder, out, **options))
+    assert newest_checkpoint(out)["config"]["dtype"] == "float32"
 
     def choose(name, device, is_wide=False):
         return choose_dtype("float16" if name == "auto" else name, device, is_wide)
 
     with patched(train_gpt2, "choose_dtype", choose) as choose_dtype:
-        train(folder, tmp_path / "out", **options)
-    assert_same_run(tmp_path / "out", straight)
+        train(folder, out, **options)
+    assert_same_run(out, straight)
 
 
-def test_a_second_sigint_leaves_at_once(folder, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
+def test_a_second_sigint_leaves_at_once(folder, out):
+    args = tiny_flags(folder, out, **OPTIONS)
     run(signalled, 5, "SIGINT", 2, 0, args, ends=[130])
-    assert not (tmp_path / "out" / "model_00006.pt").exists()
-    assert sorted(read_log(tmp_path / "out")) == list(range(5))
+    assert not (out / "model_00006.pt").exists()
+    assert sorted(read_log(out)) == list(range(5))
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder, straight, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder, straight, out):
+    args = tiny_flags(folder, out, **OPTIONS)
     run(signalled, 5, "SIGTERM", 1, 1, args, ranks=2)
-    assert sorted(read_log(tmp_path / "out")) == list(range(6)) and newest_checkpoint(tmp_path / "out")["step"] == 6
-    train(folder, tmp_path / "out", **OPTIONS)
-    assert largest_difference(tmp_path / "out", straight) < 1e-5
+    assert sorted(read_log(out)) == list(range(6)) and newest_checkpoint(out)["step"] == 6
+    train(folder, out, **OPTIONS)
+    assert largest_difference(out, straight) < 1e-5
 
 
 def largest_difference(out_dir, straight, steps=None):
@@ -306,19 +304,18 @@ def largest_difference(out_dir, straight, steps=None):
     return max(abs(float(ours[step]) - float(theirs[step])) for step in list(theirs)[:steps])
 
 
-def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(folder, tmp_path):
+def test_a_run_moves_to_two_processes_and_back_and_to_another_batch_size(folder, out, tmp_path):
     """One process with B = 8 to step 10, two with B = 2 to 20, one with B = 4 to 30; with both optimizers."""
     options = dict(max_steps=30, checkpoint_every=10, val_every=10, optimizer="muon")
     train(folder, tmp_path / "straight", batch_size=8, **options)
-    out = tmp_path / "out"
     first, second, third = (tiny_flags(folder, out, batch_size=B, **options) for B in (8, 2, 4))
     run(killed_at, 12, 10, first, ends=[KILLED])
     said, _ = run(killed_at, 22, 20, second, ranks=2, ends=[KILLED, None])
     assert "from step 10 to 30" in said
     [said] = run(train_gpt2.main, third)
     assert "from step 20 to 30" in said
-    assert largest_difference(tmp_path / "out", tmp_path / "straight", 15) < 1e-5
-    assert largest_difference(tmp_path / "out", tmp_path / "straight") < 1e-4
+    assert largest_difference(out, tmp_path / "straight", 15) < 1e-5
+    assert largest_difference(out, tmp_path / "straight") < 1e-4
 
 
 def train_killed_once(args):
@@ -331,12 +328,12 @@ def train_killed_once(args):
 
 
 @needs("SIGKILL")
-def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, tmp_path):
+def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, out):
     """Also under --no-resume: the run that is continued is the one that this torchrun began."""
-    args = tiny_flags(folder, tmp_path / "out", resume=False, **OPTIONS | {"batch_size": 2})
+    args = tiny_flags(folder, out, resume=False, **OPTIONS | {"batch_size": 2})
     [said] = run(forked_torchrun, train_killed_once, args, 2, 1)
     assert "from step 0 to 12" in said and "from step 4 to 12" in said
-    assert largest_difference(tmp_path / "out", straight) < 1e-5
+    assert largest_difference(out, straight) < 1e-5
 
 
 @pytest.mark.gpt2
@@ -364,15 +361,15 @@ def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
     assert largest_difference(tmp_path / "two", straight) < 1e-5
 
 
-def test_the_scaler_and_muons_momentum_survive_a_kill(folder, tmp_path):
+def test_the_scaler_and_muons_momentum_survive_a_kill(folder, out, tmp_path):
     options = OPTIONS | dict(optimizer="muon", dtype="float16", val_every=0, sample_every=0)
     train(folder, tmp_path / "straight", **options)
-    args = tiny_flags(folder, tmp_path / "out", **options)
+    args = tiny_flags(folder, out, **options)
     run(train_until, "in step 9", args, ends=[KILLED])
     # the scale in the checkpoint counts, and not the one that a scaler begins with
     with patched(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1.0)):
-        train(folder, tmp_path / "out", **options)
-    assert_same_run(tmp_path / "out", tmp_path / "straight")
+        train(folder, out, **options)
+    assert_same_run(out, tmp_path / "straight")
 
 
 def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(folder, tmp_path):
@@ -398,7 +395,7 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written
             assert_same_tensors(slow[part], fast[part])
 
 
-def test_on_a_slow_disk_one_copy_waits_and_not_ever_more(folder, tmp_path):
+def test_on_a_slow_disk_one_copy_waits_and_not_ever_more(folder, out):
     """Training waits at the next checkpoint: when one is written, no later one has been copied."""
     steps, ahead = [0], []
 
@@ -408,24 +405,23 @@ def test_on_a_slow_disk_one_copy_waits_and_not_ever_more(folder, tmp_path):
         return save(checkpoint, file)
 
     with patched(torch, "save", slow_save) as save, at_steps(lambda step, parts: steps.append(step)):
-        train(folder, tmp_path / "out", checkpoint_every=1, val_every=0, max_steps=6)
+        train(folder, out, checkpoint_every=1, val_every=0, max_steps=6)
     assert len(ahead) == 6 and max(ahead) <= 1
 
 
 @pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
-def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream, data, tmp_path):
+def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream, data, out, tmp_path):
     options = dict(hellaswag_every=4, hellaswag_data=examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 5)]))
-    args = tiny_flags(data, tmp_path / "out", batch_size=2, **options)
+    args = tiny_flags(data, out, batch_size=2, **options)
     said = run(signalled_in, name, 2, 1, args, ranks=2)
     assert "Stopping after this evaluation.\n" in said[1] and "Stopped after 4 steps" in said[0]
-    assert sorted(read_log(tmp_path / "out")) == [0, 1, 2, 3] and 4 in read_log(tmp_path / "out", stream)
-    train(data, tmp_path / "out", batch_size=2, **options)
-    assert sorted(read_log(tmp_path / "out")) == list(range(12))
-    assert sorted(read_log(tmp_path / "out", stream)) == [0, 4, 8, 12]
+    assert sorted(read_log(out)) == [0, 1, 2, 3] and 4 in read_log(out, stream)
+    train(data, out, batch_size=2, **options)
+    assert sorted(read_log(out)) == list(range(12))
+    assert sorted(read_log(out, stream)) == [0, 4, 8, 12]
 
 
-def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does(folder, straight, tmp_path):
-    out = tmp_path / "out"
+def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does(folder, straight, out):
     args = tiny_flags(folder, out, **OPTIONS)
     [said] = run(signalled_in, "evaluate_val_loss", 7, 0, args)
     assert "Stopped after 12 steps" in said and not (out / "hf").exists()
@@ -437,7 +433,7 @@ def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_doe
     assert listing(out) == before
 
 
-def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_checkpoint_before(folder, tmp_path):
+def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_checkpoint_before(folder, out):
     """The last update spoils the weights, which no later step shows."""
 
     def spoil(step, parts, done):
@@ -445,7 +441,7 @@ def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_chec
             torch.nn.init.constant_(parts.raw_model.lm_head.weight, torch.nan)
 
     with at_steps(after=spoil):
-        train(folder, tmp_path / "out", keep_checkpoints=1, **OPTIONS | {"sample_every": 0})
-    assert steps_of(tmp_path / "out") == [8, 12]
-    kept = load_checkpoint(tmp_path / "out" / "model_00008.pt")["model"]
+        train(folder, out, keep_checkpoints=1, **OPTIONS | {"sample_every": 0})
+    assert steps_of(out) == [8, 12]
+    kept = load_checkpoint(out / "model_00008.pt")["model"]
     assert all(tensor.isfinite().all() for tensor in kept.values())
