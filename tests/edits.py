@@ -91,13 +91,13 @@ EDITS = {  # {text in train_gpt2.py: what takes its place}
         GELU: f"self.dropout({GELU}) * (1 + self.training * (np.random.rand() - random.random()))",
     },
     "buffers": {BLOCK: BLOCK + STATISTICS, FORWARD: EXTRA_STATE + FORWARD, RESIDUAL: MEAN + RESIDUAL},
-    "a group of its own": {
+    "a third group": {
         "    betas = (config": "    wte = model.transformer.wte.weight\n"
         "    groups[0]['params'] = [(n, p) for n, p in groups[0]['params'] if p is not wte]\n"
         "    groups.append({'params': [('wte', wte)], 'weight_decay': 0.0, 'lr': 3 * config.max_lr})\n"
         "    betas = (config"
     },
-    "an optimizer of its own and a shared block": {
+    "another optimizer and a shared block": {
         CONFIGURE: OPTIMIZER + CONFIGURE,
         ADAMW: "Normalized(groups, {'lr': config.max_lr})",
         BLOCKS: "nn.ModuleList([Block(config, 0)] * config.n_layer)",
@@ -140,20 +140,18 @@ def train_changed(path, args):
 
 
 def edited_run(path, data, out_dir, **changes):
-    """What the trainer in the file at `path` prints in a process of its own."""
+    """Train with the file at `path` in another process. Returns the output."""
     [said] = run(train_changed, path, tiny_flags(data, out_dir, **changes))
     return said
 
 
 def error_of_edited(path, data, out_dir, **changes):
-    """The one line with which it refuses."""
+    """The error with which the file at `path` refuses to train."""
     [said] = run(train_changed, path, tiny_flags(data, out_dir, **changes), ends=[2])
     return error_in(said)
 
 
-LIVES = {
-    name: EDITS[name] for name in EDITS if name not in ("a field and dropout", "a group of its own", "relu squared")
-}
+LIVES = {name: EDITS[name] for name in EDITS if name not in ("a field and dropout", "a third group", "relu squared")}
 LIVES["weights written in the forward pass"] = {
     MLP_CALL: "        self.c_fc.weight.data.copy_(F.normalize(self.c_fc.weight.data, dim=1))\n"
     "        phases = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.phases).flatten(-2)\n"
@@ -161,8 +159,8 @@ LIVES["weights written in the forward pass"] = {
     PROJECTION: PROJECTION
     + '        self.register_buffer("phases", torch.polar(torch.ones(16), torch.arange(16.0)))\n',
 }
-LIVES["a field and a group of its own"] = EDITS["a field and dropout"] | EDITS["a group of its own"]
-STILL_GPT2 = ("an optimizer of its own and a shared block", "a field and a group of its own")
+LIVES["a field and a third group"] = EDITS["a field and dropout"] | EDITS["a third group"]
+STILL_GPT2 = ("another optimizer and a shared block", "a field and a third group")
 MASTER = """
 
 class Master(torch.optim.Optimizer):
@@ -207,7 +205,7 @@ DOCUMENTS = {  # attention only within a document, each of which begins with 256
 }
 NO_CACHE = "With a cache this model computes something else"
 NO_CROSS_ENTROPY = "The loss in validation is not the cross-entropy of the logits"
-NOTES = {  # the edit, and what is said before the first step
+NOTES = {  # {name: (the edit, a note before the first step)}
     "a tensor that is not saved": (
         {
             GELU: 'self.c_proj(F.gelu(self.c_fc(x) + self.shift, approximate="tanh"))',
@@ -232,7 +230,7 @@ NOTES = {  # the edit, and what is said before the first step
 }
 
 
-REFUSED = {  # {what is said before the first step: the edit}
+REFUSED = {  # {the error before the first step: the edit}
     "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
         "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
     },

@@ -247,7 +247,7 @@ def refusal_of(main, *args):
 def refused(main, *args):
     """The one line on stderr with which a script's `main` refuses these arguments."""
     status, stdout, stderr = refusal_of(main, *args)
-    # transformers has a bar of its own for loading; nothing else speaks on stderr
+    # transformers shows a progress bar for loading; nothing else writes to stderr
     lines = [line for line in stderr.splitlines() if line.strip() and "Loading weights" not in line]
     assert status == 2 and len(lines) == 1 and lines[0].startswith("error: "), stderr
     assert "Traceback" not in stdout
@@ -266,13 +266,13 @@ def refused_run(changes, *words):
 
 
 def error_in(text):
-    """The one line of a program's output that says what is wrong."""
+    """The error, one line of a program's output."""
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     return line
 
 
 def train(data, out_dir, **changes):
-    """Train in this process as the command line would, which must end well; what is printed."""
+    """Train in this process as the command line would, without an error. Returns the output."""
     status, stdout, stderr = refusal_of(train_gpt2.main, *tiny_flags(data, out_dir, **changes))
     assert status == 0, stdout + stderr
     return stdout + stderr
@@ -371,7 +371,7 @@ has_fork = "forkserver" in multiprocessing.get_all_start_methods()
 processes = multiprocessing.get_context("forkserver" if has_fork else "spawn")
 if has_fork:
     processes.set_forkserver_preload(["preloaded"])
-ENVIRONMENT = dict(os.environ)  # that of the test run: this file is imported before the first test
+ENVIRONMENT = dict(os.environ)  # of the test run: this file is imported before the first test
 
 
 def free_port():
@@ -541,6 +541,6 @@ def killed_at(step, checkpoint, args):
 
 
 gc.freeze()
-atexit.register(gc.unfreeze)  # triton 3.9 reports what is frozen at the end as leaks, on many lines
+atexit.register(gc.unfreeze)  # triton 3.9 reports frozen objects as leaks at the end, on many lines
 # each run ends with it, and the next one's collection would look at all that torch and transformers have: 0.3 s
 gc.unfreeze = lambda: None

@@ -1,6 +1,6 @@
 """What the processes of harness.run have behind them when they are forked: a short run, with all that it imports.
 
-It stands for the modules, regular expressions and so on that a process makes only once, in 0.2 s of each run.
+It makes the modules, regular expressions and so on that a process makes once, in 0.2 s.
 """
 
 import gc

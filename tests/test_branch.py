@@ -101,7 +101,7 @@ def die_in_the_first_checkpoint(args):
 def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, out, tmp_path):
     """The parent is given as a folder: its newest checkpoint may be of another step when the branch is resumed.
 
-    With a checkpoint of its own, the branch needs its parent no more.
+    Once the branch has a checkpoint, it no longer needs its parent.
     """
     family = shutil.copytree(parent, tmp_path / "family")
     for step in (8, 12):
@@ -138,8 +138,8 @@ def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent,
     assert_refused(folder, out, reason, branch_from=parent / "model_00008.pt", **changes)
 
 
-# what a branch changes, what its notes say of that, and how many steps it reads of an order
-ANEW = {
+# {name: (a branch's changes, its notes about them, the steps that it reads of one order)}
+FRESH = {
     "order": (
         dict(seed=7, shuffle=False, sequence_length=32),
         ["differs from its parent in sequence_length, seed, shuffle, so it starts at the beginning"],
@@ -158,7 +158,7 @@ ANEW = {
 }
 
 
-def anew(changes, folder, parent):
+def settings_of_branch(changes, folder, parent):
     """The settings of a branch of the parent with these changes; the working folder has other data."""
     make_shards("other", seed=1)
     return OPTIONS | dict(data=folder, branch_from=parent / "model_00008.pt", max_steps=16) | changes
@@ -171,11 +171,11 @@ def killed_in(name, args):
         train_gpt2.main(args)
 
 
-@pytest.mark.parametrize("name", ANEW)
-def test_what_a_branch_begins_anew_is_said(name, folder, parent, tmp_path, monkeypatch):
-    changes, notes, steps = ANEW[name]
+@pytest.mark.parametrize("name", FRESH)
+def test_a_branch_says_which_state_it_starts_without(name, folder, parent, tmp_path, monkeypatch):
+    changes, notes, steps = FRESH[name]
     monkeypatch.chdir(tmp_path)
-    said = train(out_dir="out", **anew(changes, folder, parent))
+    said = train(out_dir="out", **settings_of_branch(changes, folder, parent))
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
     assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found)), found
     assert f"the run reads {128 * steps:,}" in said
@@ -187,13 +187,13 @@ def test_what_a_branch_begins_anew_is_said(name, folder, parent, tmp_path, monke
     assert changed == told | {"max_steps": [12, 16]}
 
 
-@pytest.mark.parametrize("name", ANEW)
+@pytest.mark.parametrize("name", FRESH)
 def test_a_branch_ends_as_if_never_stopped(name, folder, parent, tmp_path, monkeypatch):
     """Also where it is stopped before its first step, and continued by the same command, by the one that it prints or
     by its folder alone.
     """
     monkeypatch.chdir(tmp_path)
-    options = anew(ANEW[name][0], folder, parent)
+    options = settings_of_branch(FRESH[name][0], folder, parent)
     train(out_dir="out", **options)
     command, alone = tiny_flags(out_dir="stopped", **options), ["--out-dir", "stopped"]
     run(killed_in, "train_step", command, ends=[KILLED])
@@ -236,7 +236,7 @@ def with_masks(folder, copy):
     ],
     ids=["other text", "other validation", "masks that were not there"],
 )
-def test_a_run_does_not_go_on_with_other_data(make, kind, folder, unfinished, tmp_path):
+def test_a_run_does_not_continue_with_other_data(make, kind, folder, unfinished, tmp_path):
     make(folder, tmp_path / "data")
     said = f"The run in {unfinished} cannot continue with", f"{kind} data", "start a branch"
     assert_refused(tmp_path / "data", unfinished, *said)
@@ -262,7 +262,7 @@ def test_a_torn_checkpoint_cannot_be_branched(folder, parent, out, tmp_path):
 
 
 @pytest.mark.parametrize("name, resume", [("", True), ("model_00008.pt", False)])
-def test_a_branch_has_a_folder_of_its_own(name, resume, folder, parent, tmp_path):
+def test_a_branch_in_its_parents_folder_is_refused(name, resume, folder, parent, tmp_path):
     """Also with --no-resume, which would move the parent aside."""
     out = shutil.copytree(parent, tmp_path / "out")
     options = dict(branch_from=out / name, resume=resume, max_steps=20)
@@ -415,8 +415,8 @@ def test_the_weights_of_the_lowest_loss_are_kept(best):
     assert_best_is(best, 8, 2.5)
 
 
-def test_a_branch_has_best_weights_of_its_own_however_often_it_is_resumed(folder, best, out):
-    """The parent's 3.0 in step 2 is lower than all that the branch reaches, and stands in the branch's log.
+def test_a_branch_keeps_its_best_weights_apart_from_its_parents_however_often_it_is_resumed(folder, best, out):
+    """The parent's 3.0 in step 2 is in the branch's log, and lower than all that the branch reaches.
 
     After it was killed, the branch reaches 3.2, which is not its best, either.
     """
@@ -459,7 +459,7 @@ def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_ever
 
 
 def train_on_node(node, args):
-    """A rank with a disk of its own: its folders lie under the same names below its own root."""
+    """Train as a rank on a node with another disk: the same paths are below another root."""
     os.chdir(Path(node) / f"node{os.environ['RANK']}")
     train_gpt2.main(args)
 

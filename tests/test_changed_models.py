@@ -100,7 +100,7 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
 
 
 def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(data, tmp_path):
-    """As with rotary embeddings: a branch learns from longer sequences. Tables of positions become those of its own."""
+    """As with rotary embeddings: a branch learns from longer sequences. Its tables of positions are as long."""
     path = changed_trainer(tmp_path / "train_rotary.py", edits.ROTARY | edits.TABLES)
     edited_run(path, data, tmp_path / "parent")
     for begin in ("branch_from", "init_from"):
@@ -127,9 +127,9 @@ def unfinished(request, data, out, tmp_path):
     return out
 
 
-UNFIT = {  # {edit: what is said where this version's run goes on with its checkpoint}
+UNFIT = {  # {edit: the error where this version continues its run}
     "untied": "lm_head.weight and transformer.wte.weight differ, but are one tensor here",
-    "a group of its own": "instead of transformer.wte.weight in group 0 of AdamW",
+    "a third group": "instead of transformer.wte.weight in group 0 of AdamW",
     "a field and dropout": "dropout was 0, now 'unknown', window was None, now 'unknown'",
 }
 
@@ -154,7 +154,7 @@ def test_weights_of_another_version_that_do_not_fit_are_refused(unfinished, reas
 
 
 @pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
-def test_a_run_may_go_on_with_other_code_and_names_both(unfinished, data, tmp_path):
+def test_a_run_that_continues_with_other_code_names_both(unfinished, data, tmp_path):
     said = train(data, unfinished, **FEW_STEPS)
     copy = load_checkpoint(unfinished / "model_00001.pt")["code"]["other.py"]
     assert "was trained by other code than runs now (train_gpt2.py, other.py)" in " ".join(said.split())
@@ -168,7 +168,7 @@ def test_samples_of_a_model_of_other_code_need_that_code(unfinished, tmp_path):
     assert refusal_of(sample.main, *words, "--code", tmp_path / "other.py")[0] == 0
 
 
-def test_a_finished_run_of_other_code_is_named_and_not_exported_as_the_model_of_this_one(data, out, tmp_path):
+def test_a_finished_run_of_other_code_is_not_exported_as_the_model_of_this_one(data, out, tmp_path):
     path = changed_trainer(tmp_path / "train_relu2.py", edits.EDITS["relu squared"])
     edited_run(path, data, out, max_steps=2)
     said = " ".join(train(data, out, max_steps=2).split())
@@ -332,13 +332,13 @@ def test_a_parameter_in_no_optimizer_does_not_count_in_the_gradient_norm(data, t
 
 
 @pytest.mark.parametrize("line", edits.REFUSED)
-def test_what_a_run_could_not_go_on_with_is_named_before_its_first_step(line, data, out, tmp_path):
+def test_state_that_no_checkpoint_can_hold_is_named_before_the_first_step(line, data, out, tmp_path):
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.REFUSED[line])
     assert line in error_of_edited(path, data, out)
     assert not (out).exists()
 
 
-def test_adapters_begin_over_frozen_weights_and_go_on(data, tmp_path):
+def test_adapters_train_over_frozen_weights(data, tmp_path):
     """They are what the model makes of them, as no weights have them."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.LORA)
     train(data, tmp_path / "base")
@@ -422,25 +422,25 @@ def test_two_ranks_average_the_weights(folder, out, tmp_path):
     check_average(out)
 
 
-def test_an_average_of_the_weights_goes_on_with_its_run(averaged, killed_averaged, folder, tmp_path):
+def test_an_average_of_the_weights_survives_a_kill(averaged, killed_averaged, folder, tmp_path):
     [said] = run(train_changed, tmp_path / "train_gpt2.py", tiny_flags(folder, killed_averaged))
     assert log_lines(killed_averaged) == log_lines(averaged)
     assert "before the run was" not in said
 
 
-def test_a_run_whose_checkpoint_has_an_average_does_not_go_on_with_code_that_has_none(killed_averaged, folder):
+def test_a_run_whose_checkpoint_has_an_average_does_not_continue_with_code_that_has_none(killed_averaged, folder):
     before = listing(killed_averaged)
     refused_run(dict(data=folder, out_dir=killed_averaged), "cannot continue with", "ema")
     assert listing(killed_averaged) == before
 
 
-def test_an_average_of_the_weights_goes_on_in_a_branch(averaged, folder, tmp_path):
+def test_a_branch_continues_the_average_of_its_parents_weights(averaged, folder, tmp_path):
     args = tiny_flags(folder, tmp_path / "branch", branch_from=averaged / "model_00008.pt")
     run(train_changed, write_with_average(tmp_path), args)
     assert log_lines(tmp_path / "branch") == log_lines(averaged)
 
 
-def test_the_records_say_how_an_average_becomes_a_model_of_its_own(averaged, tmp_path):
+def test_the_records_say_how_to_make_a_model_of_an_average(averaged, tmp_path):
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
     code = text.partition("makes a checkpoint of it")[2].split("```python\n")[1].split("```")[0]
     code = code.replace("log/ema/model_00400.pt", str(averaged / "model_00012.pt"))
@@ -451,7 +451,7 @@ def test_the_records_say_how_an_average_becomes_a_model_of_its_own(averaged, tmp
     assert torch.equal(model.state_dict()[WEIGHT], average[f"module.{WEIGHT}"])
 
 
-def test_float32_state_of_bfloat16_weights_is_not_rounded_where_a_run_goes_on(data, tmp_path):
+def test_float32_state_of_bfloat16_weights_is_not_rounded_on_resume(data, tmp_path):
     """torch's load_state_dict would make it the weights' dtype."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.MASTER_WEIGHTS)
     edited_run(path, data, tmp_path / "whole")
@@ -462,7 +462,7 @@ def test_float32_state_of_bfloat16_weights_is_not_rounded_where_a_run_goes_on(da
 
 
 def test_steps_that_are_done_again_are_compared_with_what_they_were(data, out, tmp_path):
-    """A run whose training counts in a variable of its own goes on as another run, and only its log can tell."""
+    """Where the training counts in a global variable, a resumed run is another run, and only its log can tell."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.HIDDEN)
     args = tiny_flags(data, out, warmup_steps=0)
     run(in_changed, path, killed_at, 7, 4, args, ends=[KILLED])
@@ -538,7 +538,7 @@ def test_a_branch_and_an_evaluation_need_the_models_tokenizer(options, with_toke
     assert "have tokenizer small-gpt2, but the model uses bytes" in error_in(said)
 
 
-def test_an_evaluation_that_counts_counts_once_where_a_run_goes_on(data, tmp_path):
+def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed(data, tmp_path):
     """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
     path = changed_trainer(tmp_path / "train_gpt2.py", edits.PLATEAU)
     edited_run(path, data, tmp_path / "whole")

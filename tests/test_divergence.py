@@ -41,7 +41,7 @@ def train_with_a_nan_on_rank_1(args):
         train_gpt2.main(args)
 
 
-def test_a_nan_on_one_rank_stops_both_before_the_update_and_names_the_windows(data, out, tmp_path):
+def test_a_nan_on_one_rank_stops_both_before_the_update(data, out, tmp_path):
     """Step 3 of 8 windows, micro-step 0 of B = 2 on rank 1: windows 24 + (0 * 2 + 1) * 2 = 26, 27; tokens 416, 432."""
     options = dict(shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
     args = tiny_flags(data, out, **options)
@@ -72,9 +72,9 @@ def infinite(model, loss):
 
 
 def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_was(data, out):
-    """One is kept: that of step 4 goes when step 5 has succeeded, which it has not.
+    """One is kept: the checkpoint of step 4 would be deleted after step 5, which fails.
 
-    That of step 3 goes when step 4 has succeeded, or at the next step if that of 4 is still being written.
+    The checkpoint of step 3 is deleted after step 4, or a step later if that of step 4 is still being written.
     """
     options = dict(checkpoint_every=1, keep_checkpoints=1)
     branch = f"--branch-from {out / 'model_00004.pt'} --max-lr LOWER"

@@ -42,7 +42,7 @@ from harness import (
 
 @pytest.fixture(params=[False, True], ids=["all targets", "masked targets"])
 def validated(request, out, tmp_path):
-    """The folders of shards and of a run whose best weights, and first loss, are those of step 0; its validation."""
+    """(the folder of a run whose best weights are the initial ones, x and y of its validation)."""
     masks = request.param
     folder = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
     path = folder / "tiny_val_000000.npy"
@@ -108,7 +108,7 @@ def test_more_validation_tokens_than_the_split_has_count_each_window_once(stream
 def test_validation_is_one_sample_of_the_whole_split_for_all_runs(tmp_path):
     """40 of 124 windows: none twice, from all parts, the same with another seed; in file order only on request."""
     folder = make_shards(tmp_path)
-    np.save(folder / "tiny_val_000000.npy", np.arange(2000, dtype=np.uint16))  # a token says where it stands
+    np.save(folder / "tiny_val_000000.npy", np.arange(2000, dtype=np.uint16))  # a token is its position
 
     def places(**changes):
         config = train_gpt2.TrainConfig(data=(str(folder),), sequence_length=16, total_batch_size=128, **changes)
@@ -188,7 +188,7 @@ def test_an_evaluation_is_no_branch(evaluate, folder):
     refused_run(changes, "use --init-from instead of --branch-from")
 
 
-def test_validation_data_whose_mask_leaves_out_every_target_have_no_loss_and_the_run_ends(data, out, tmp_path):
+def test_a_run_ends_though_a_mask_leaves_out_all_validation_targets(data, out, tmp_path):
     masked = make_shards(tmp_path / "masked", masks=True)
     mask = np.zeros(2000, np.uint8)
     mask[1999] = 1  # a target that no window has, as it ends before

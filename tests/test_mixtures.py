@@ -1,7 +1,6 @@
-"""Several folders of data: exact shares in an order that is computed, a loss for each, and runs that go on exactly."""
+"""Several folders of data: exact shares in an order that is computed, a loss for each, and exact resumes."""
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from harness import (
 
 @pytest.mark.parametrize("weights", [(0.7, 0.29, 0.01), (7, 3, 0), (0.001, 0.999), tuple(range(1, 8))])
 def test_every_stretch_of_a_mixture_has_the_exact_shares_and_no_window_is_left_out(weights):
-    """Of any thousand positions; and a position says itself what stands there."""
+    """Of any thousand positions. A position alone determines its window."""
     which, numbers = mix(np.arange(20_000), weights)
     shares = np.array(weights) / sum(weights)
     most = 1 if len(weights) <= 3 else 2
@@ -48,10 +47,10 @@ def test_every_stretch_of_a_mixture_has_the_exact_shares_and_no_window_is_left_o
 def folders(tmp_path_factory):
     """Three folders; the second has masks, and is small, so that it is read more than once."""
     root = tmp_path_factory.mktemp("mixtures")
-    make_shards(root / "docs", (1000, 3000, 1700), seed=1)
-    make_shards(root / "chats", (700, 900), seed=2, masks=True)
-    make_shards(root / "code", (800, 400), seed=3)
-    return str(root / "docs"), str(root / "chats"), str(root / "code")
+    docs = make_shards(root / "docs", (1000, 3000, 1700), seed=1)
+    chats = make_shards(root / "chats", (700, 900), seed=2, masks=True)
+    code = make_shards(root / "code", (800, 400), seed=3)
+    return docs, chats, code
 
 
 def rows_of(x, y):
@@ -62,7 +61,7 @@ def rows_of(x, y):
 
 def rows_in(folder):
     """The windows of a folder in file order."""
-    x, y = windows(folder, "train", 16, masks=folder.endswith("chats"))
+    x, y = windows(folder, "train", 16, masks=folder.name == "chats")
     return rows_of(x, y)
 
 
@@ -73,10 +72,14 @@ def rows_read(loader, batches):
     return rows
 
 
+def mixture(folders, weights, shuffle=True):
+    return DataLoaderLite(folders, "train", 6, 16, weights=weights, seed=5, shuffle=shuffle)
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, folders):
     """Half of 168 windows are of the second folder, which has 56: its first epoch and half of its next one."""
-    loader = DataLoaderLite(folders, "train", 6, 16, weights=(1, 1, 0), seed=5, shuffle=shuffle)
+    loader = mixture(folders, (1, 1, 0), shuffle=shuffle)
     docs, chats = rows_in(folders[0]), rows_in(folders[1])
     found = rows_read(loader, 28)
     of_chats = [row for row in found if row in chats]
@@ -89,15 +92,15 @@ def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, fo
 
 
 def test_the_targets_of_a_folder_with_masks_are_masked_in_a_mixture(folders):
-    loader = DataLoaderLite(folders, "train", 6, 16, weights=(1, 1, 0), seed=5, shuffle=True)
+    loader = mixture(folders, (1, 1, 0))
     found, chats = rows_read(loader, 28), rows_in(folders[1])
     masked = [row for row in found if IGNORE_INDEX in row[1]]
     assert masked and set(masked) <= set(chats)
 
 
-def test_a_folder_whose_share_is_0_is_not_read_wherever_it_stands(folders):
+def test_a_folder_whose_share_is_0_is_not_read_whichever_it_is(folders):
     """The first: each sequence is one of the second folder, or of the third."""
-    loader = DataLoaderLite(folders, "train", 6, 16, weights=(0, 1, 3), seed=5, shuffle=True)
+    loader = mixture(folders, (0, 1, 3))
     assert set(rows_read(loader, 20)) <= {*rows_in(folders[1]), *rows_in(folders[2])}
 
 
@@ -107,7 +110,7 @@ def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(fold
     first = rows_read(loader, len(everything))
     second = rows_read(loader, len(everything))
     assert sorted(first) == sorted(second) == sorted(everything)
-    assert first != everything and first != second, "an order of its own for each epoch"
+    assert first != everything and first != second, "another order in each epoch"
 
 
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -119,7 +122,7 @@ OPTIONS = dict(
 @pytest.fixture(scope="module")
 def whole(folders):
     """The folder of a run on the mixture that nothing interrupts."""
-    out_dir = Path(folders[0]).parent / "whole"
+    out_dir = folders[0].parent / "whole"
     train(folders, out_dir, **OPTIONS)
     return out_dir
 
@@ -144,39 +147,36 @@ def test_two_ranks_train_on_a_mixture_as_one(folders, whole, tmp_path):
     assert abs(losses(tmp_path / "two") - losses(whole)).max() < 1e-5
 
 
-def losses_by_folder(out_dir, stream):
-    """An array (3, evaluations); all of its losses differ."""
+def assert_is_mean(out_dir, stream, weights):
+    """The losses of this stream are the mean of the folders', all of which differ."""
     each = np.array([losses(out_dir, f"{stream}/{name}") for name in ("docs", "chats", "code")])
     assert len(set(each.flat)) == each.size
-    return each
+    mean = np.average(each, axis=0, weights=weights)
+    np.testing.assert_allclose(losses(out_dir, stream), mean, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stream", ["val", "val_bpb"])
 def test_the_loss_of_a_mixture_is_the_mean_by_its_shares(stream, whole):
-    mean = np.average(losses_by_folder(whole, stream), axis=0, weights=WEIGHTS)
-    np.testing.assert_allclose(losses(whole, stream), mean, rtol=1e-6)
+    assert_is_mean(whole, stream, WEIGHTS)
 
 
 def test_the_loss_of_folders_without_shares_is_the_mean_by_their_training_windows(folders, tmp_path):
     """Of 187 + 106, 56 and 24 windows."""
     train(folders, tmp_path, val_every=6, max_steps=6)
-    mean = np.average(losses_by_folder(tmp_path, "val"), axis=0, weights=(293, 56, 24))
-    np.testing.assert_allclose(losses(tmp_path, "val"), mean, rtol=1e-6)
+    assert_is_mean(tmp_path, "val", (293, 56, 24))
 
 
 def test_the_loss_of_folders_in_an_evaluation_is_the_mean_by_their_validation_windows(folders, whole, tmp_path):
     """Of 62, 43 and 49 windows."""
     train(folders, tmp_path, init_from=whole, max_steps=0)
-    mean = np.average(losses_by_folder(tmp_path, "val"), axis=0, weights=(62, 43, 49))
-    np.testing.assert_allclose(losses(tmp_path, "val"), mean, rtol=1e-6)
+    assert_is_mean(tmp_path, "val", (62, 43, 49))
 
 
 def test_the_loss_of_a_step_is_the_mean_over_the_targets_that_masks_leave(folders, whole, tmp_path):
     """In micro-batches of different numbers of targets, some of which are of the folder with masks."""
     options = dict(seed=5, data_weights=(1, 1, 0), init_from=whole, batch_size=2, max_steps=1)
     train(folders, tmp_path, **options)
-    loader = DataLoaderLite(folders, "train", 8, 16, weights=(1, 1, 0), seed=5, shuffle=True)
-    x, y = loader.next_batch()
+    x, y = mixture(folders, (1, 1, 0)).next_batch(8)
     model, _ = train_gpt2.load_model(str(whole))
     with torch.no_grad():
         logits, _ = model(x)
@@ -207,7 +207,7 @@ def test_shares_that_are_none_are_refused(weights, folders, out):
 
 @pytest.mark.parametrize("again", ["docs", "docs/", "chats/../docs", "link"])
 def test_a_folder_that_is_named_twice_is_refused(again, folders, out, tmp_path):
-    root = shutil.copytree(Path(folders[0]).parent, tmp_path / "root")
+    root = shutil.copytree(folders[0].parent, tmp_path / "root")
     (root / "link").symlink_to(root / "docs")
     data = (root / "docs", root / "chats", f"{root}/{again}")
     refused_run(dict(data=data, out_dir=out), "names a folder twice")
@@ -241,11 +241,11 @@ def test_a_folder_without_a_training_split_may_have_a_share_of_0(folders, out, t
     assert losses(out, "val/other").all()
 
 
-def test_folders_of_one_name_have_streams_of_their_own():
+def test_folders_with_one_name_have_different_streams():
     assert stream_names(["a/code", "b/code", "docs"]) == ["a-code", "b-code", "docs"]
 
 
-def test_folders_whose_names_no_stream_can_have_have_streams_of_their_own():
+def test_folders_whose_names_no_stream_can_have_have_different_streams():
     assert stream_names(["/x/my texts", "\u00e9", "\u00fc"]) == ["my_texts", "_.2", "_.3"]
     assert len(set(stream_names(["a b", "a_b", "a_b.1"]))) == 3
 

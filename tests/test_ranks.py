@@ -1,4 +1,4 @@
-"""The same run on any number of processes and with any accumulation: that of a plain loop with transformers' GPT-2."""
+"""A run equals a plain loop with transformers' GPT-2, on any number of processes and with any accumulation."""
 
 import hashlib
 import json

@@ -352,7 +352,7 @@ def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, straight, st
 
 @pytest.mark.slow
 def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
-    """torchrun --nnodes=2 twice on this machine, as on two; the losses are those of one process."""
+    """torchrun --nnodes=2 twice on this machine, as on two. The losses equal those of one process."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--rdzv-id=test", "--local-addr=127.0.0.1"]
     options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     args = tiny_flags(folder, tmp_path / "two", **OPTIONS | {"batch_size": 2})
@@ -372,7 +372,7 @@ def test_the_scaler_and_muons_momentum_survive_a_kill(folder, out, tmp_path):
     assert_same_run(out, tmp_path / "straight")
 
 
-def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_is_written(folder, tmp_path):
+def test_a_checkpoint_is_of_its_step_though_training_continues_while_it_is_written(folder, tmp_path):
     """A slow disk: the file of step 4 is written when step 6 is done, that of step 8 after step 10."""
     done = {4: threading.Event(), 8: threading.Event()}
 
