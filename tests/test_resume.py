@@ -31,6 +31,7 @@ from harness import (
     assert_same_run,
     assert_same_tensors,
     at_steps,
+    change_checkpoint,
     die_at,
     examples_file,
     forked_torchrun,
@@ -160,6 +161,12 @@ def test_what_a_killed_process_leaves_is_swept_away(folder, straight, stopped):
     (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
     (stopped / ".hf.part").mkdir()
     (stopped / ".hf.part" / "config.json").write_text("{", encoding="utf-8")
+    train(folder, stopped, **OPTIONS)
+    assert_same_run(stopped, straight)
+
+
+def test_a_run_from_before_a_setting_existed_continues(folder, straight, stopped):
+    change_checkpoint(stopped / "model_00008.pt", lambda content: content["config"].pop("muon_momentum_warmup"))
     train(folder, stopped, **OPTIONS)
     assert_same_run(stopped, straight)
 
