@@ -264,12 +264,14 @@ def recipe(words):
     """The first diff after these words in records/README.md, {text in train_gpt2.py: what takes its place}."""
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
     diff = text.split("```diff\n")[1].split("```")[0]
-    hunks = re.split(r"^@@ .* @@\n", diff, flags=re.MULTILINE)[1:]
-    hunks = [[(line[0], line[1:] + "\n") for line in hunk.splitlines() if line] for hunk in hunks]
-    return {
-        "".join(line for sign, line in hunk if sign != "+"): "".join(line for sign, line in hunk if sign != "-")
-        for hunk in hunks
-    }
+    _, *hunks = re.split("^@@.*\n", diff, flags=re.MULTILINE)
+    changes = {}
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        before = [line[1:] for line in lines if line[0] != "+"]
+        after = [line[1:] for line in lines if line[0] != "-"]
+        changes["".join(before)] = "".join(after)
+    return changes
 
 
 STEPS = "    for optimizer in optimizers:\n        if not overflow:"
