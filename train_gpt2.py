@@ -153,8 +153,6 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -168,9 +166,8 @@ from plumbing.run.run import open_run
 from plumbing.run.start import begin, check_config, check_data, first_model, sharded_model, try_out
 from plumbing.system import kernels
 from plumbing.system.devices import choose_dtype, seed_random_numbers
-from plumbing.system.distributed import World, join_ranks
+from plumbing.system.distributed import World, join_ranks, map_over_ranks, whole_model
 from plumbing.system.float8 import Float8Linear
-from plumbing.system.sharding import map_over_ranks, whole_model
 from plumbing.system.trial import Fit
 
 # ----- Model --------------------------------------------------------------------------------------------
@@ -1024,6 +1021,9 @@ def shard(model, config, world):
     A block's weights are gathered before its forward pass and before its backward pass, and freed after each. All
     others stay gathered from the forward pass to the end of the backward pass.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # takes a second to import
+
     set_computation(model, config)
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in dict.fromkeys(model.transformer.h):  # a model may use one block several times

@@ -21,7 +21,6 @@ from plumbing.cli.console import UserError, first_line, note, quote
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write
 from plumbing.run import source_code
-from plumbing.system import sharding
 
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
@@ -240,6 +239,8 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
     if not groups:
         for optimizer, state, then, now_made in zip(parts.optimizers, saved["optimizer"], saved["made"], made):
             if config.shard:
+                from plumbing.system import sharding  # takes a second to import
+
                 parameters = parameters_of(optimizer)
                 state = state | {"state": sharding.share_out_state(state["state"], parameters, parts.world)}
             load_optimizer(optimizer, state, then=then, now=now_made)

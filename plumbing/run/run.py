@@ -38,7 +38,7 @@ from plumbing.run.signals import Signals
 from plumbing.run.summary import print_summary
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
-from plumbing.system.sharding import class_of, gathered_on_master
+from plumbing.system.distributed import class_of
 
 SECONDS_PER_LINE = 0.5  # between the console's lines about steps
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
@@ -211,7 +211,7 @@ class Run:
         keeps_best = self.config.keep_best and self.config.max_steps > 0
         if keeps_best and mean.loss < self.best_val_loss:
             self.best_val_loss = mean.loss
-            weights = gathered_on_master(self.parts.raw_model.state_dict(), self.world)
+            weights = self.gathered(self.parts.raw_model.state_dict())
             if self.files:
                 best = {"step": step, "val_loss": mean.loss, "model": weights}
                 self.files.writer.submit(checkpoints.BEST, best | self.metadata)
@@ -285,7 +285,7 @@ class Run:
         """Write a checkpoint of the parts as they are, in the background."""
         self.check_ranks(step)
         checks.note_gradients(self.parts.raw_model, step)
-        state = gathered_on_master(training_state(self.parts), self.world)
+        state = self.gathered(training_state(self.parts))
         if not self.files:
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
@@ -299,6 +299,14 @@ class Run:
         progress = {"step": step, "finished": finished, "made": self.made}
         self.files.writer.write({**progress, **losses, **state, **self.metadata})
 
+    def gathered(self, state: Any) -> Any:
+        """`state` with whole tensors on rank 0 instead of sharded ones. All ranks must call this."""
+        if not self.config.shard:
+            return state
+        from plumbing.system import sharding  # takes a second to import
+
+        return sharding.gathered_on_master(state, self.world)
+
     def check_ranks(self, step: int) -> None:
         """Raise UserError if the ranks train different models. Sharded, none of them has a model of its own."""
         if self.world.size > 1 and not self.config.shard:
@@ -310,7 +318,7 @@ class Run:
         ended = Ended(step, self.losses, 128 + signal.SIGINT if interrupted else 0)
         weights = {}
         if self.config.shard and not self.stopping:
-            weights = gathered_on_master(self.parts.raw_model.state_dict(), self.world)
+            weights = self.gathered(self.parts.raw_model.state_dict())
         if not self.files:
             return ended
         self.files.writer.wait()

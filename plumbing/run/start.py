@@ -26,7 +26,7 @@ from plumbing.run.commands import print_next_commands
 from plumbing.run.huggingface import is_export_of
 from plumbing.run.options import StartOptions, changed_settings, inheritable, is_per_node, names_of
 from plumbing.run.run import Ended, export
-from plumbing.system import devices, memory, sharding
+from plumbing.system import devices, memory
 from plumbing.system.distributed import World
 from plumbing.system.trial import Fit, Trial, estimate, find_what_fits, try_sharded, undone
 
@@ -381,6 +381,8 @@ def sharded_model(
         raise UserError(
             f"--shard cannot share out this model: {first_line(error)}. Change that in the model, or leave --shard out."
         ) from None
+    from plumbing.system import sharding  # takes a second to import
+
     sharding.fill(model, whole, world)
     model.has_cache = has_cache
     return model

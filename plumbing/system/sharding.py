@@ -4,18 +4,16 @@ Rank 0 makes the model whole in its main memory and hands each rank its rows. A 
 run continues sharded, on other ranks, or in DDP. A model that is not sharded passes through all of this unchanged.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from plumbing.system.distributed import World
+from plumbing.system.distributed import World, class_of
 from plumbing.system.memory import SkipInit
 
 
@@ -97,23 +95,8 @@ def gathered_on_master(state: Any, world: World) -> Any:
     return gathered(state, "cpu" if world.is_master else "meta")
 
 
-def is_sharded(model: Any) -> bool:
-    return isinstance(model, FSDPModule)
-
-
-def class_of(model: nn.Module) -> type:
-    """The model's own class, of which fully_shard has made a class of its own."""
-    return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
-
-
-def whole_model(model: Any) -> Any:
-    """The model itself or, if it is sharded, a whole copy in evaluation mode. All ranks must call this.
-
-    With the copy a rank computes without the others. In the sharded model, FSDP would expect the same forward passes of
-    all ranks.
-    """
-    if not is_sharded(model):
-        return model
+def whole_copy(model: Any) -> Any:
+    """A whole copy of a sharded model, in evaluation mode. All ranks must call this."""
     with torch.device("meta"), SkipInit():
         copy = class_of(model)(model.config)
     device = next(model.parameters()).device
@@ -126,40 +109,15 @@ def whole_model(model: Any) -> Any:
     return copy.eval()
 
 
-def map_over_ranks(
-    function: Callable[[torch.Tensor], torch.Tensor], stacks: torch.Tensor, *, rows: int
-) -> torch.Tensor:
-    """Replace each matrix (rows, cols) in stacks (n, k * rows, cols) by function(matrices), computed on one rank.
+def map_over_ranks(function: Callable[[torch.Tensor], torch.Tensor], stacks: Any, *, rows: int) -> torch.Tensor:
+    """distributed.map_over_ranks for a DTensor.
 
-    function takes any number of matrices (m, rows, cols) and treats each alike.
+    An all-to-all gives each rank whole stacks, and another one gives it its rows again.
     """
-    cols = stacks.size(-1)
-    if isinstance(stacks, DTensor):
-        # an all-to-all gives each rank whole stacks, and another one gives it its rows again
-        entries = stacks.redistribute(placements=[Shard(0)])
-        local = entries.to_local()
-        mapped = function(local.reshape(-1, rows, cols)).to(local.dtype).reshape(local.shape)
-        whole = DTensor.from_local(
-            mapped, stacks.device_mesh, [Shard(0)], run_check=False, shape=stacks.shape, stride=entries.stride()
-        )
-        return whole.redistribute(placements=stacks.placements)
-    matrices = stacks.view(-1, rows, cols)
-    if dist.is_initialized():
-        mapped = map_shares(function, matrices)
-    else:
-        mapped = function(matrices)
-    return mapped.to(stacks.dtype).view(stacks.shape)
-
-
-def map_shares(function: Callable[[torch.Tensor], torch.Tensor], matrices: torch.Tensor) -> torch.Tensor:
-    """function(matrices), of which each rank computes its share."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    per_rank = math.ceil(len(matrices) / world_size)
-    padding = matrices.new_zeros(per_rank * world_size - len(matrices), *matrices.shape[1:])
-    padded = torch.cat([matrices, padding])
-    local = function(padded[rank * per_rank : (rank + 1) * per_rank]).contiguous()
-    mapped = local.new_empty(padded.shape)
-    # its name since torch 2.13, where the earlier one warns
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    all_gather(mapped, local)
-    return mapped[: len(matrices)]
+    entries = stacks.redistribute(placements=[Shard(0)])
+    local = entries.to_local()
+    mapped = function(local.reshape(-1, rows, stacks.size(-1))).to(local.dtype).reshape(local.shape)
+    whole = DTensor.from_local(
+        mapped, stacks.device_mesh, [Shard(0)], run_check=False, shape=stacks.shape, stride=entries.stride()
+    )
+    return whole.redistribute(placements=stacks.placements)
