@@ -165,8 +165,9 @@ from plumbing.run.divergence import diverged
 from plumbing.run.run import open_run
 from plumbing.run.start import begin, check_config, check_data, first_model, sharded_model, try_out
 from plumbing.system import kernels
+from plumbing.system.collectives import map_over_ranks, whole_model
 from plumbing.system.devices import choose_dtype, seed_random_numbers
-from plumbing.system.distributed import World, join_ranks, map_over_ranks, whole_model
+from plumbing.system.distributed import World, join_ranks
 from plumbing.system.float8 import Float8Linear
 from plumbing.system.trial import Fit
 

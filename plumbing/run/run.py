@@ -38,7 +38,7 @@ from plumbing.run.signals import Signals
 from plumbing.run.summary import print_summary
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
-from plumbing.system.distributed import class_of
+from plumbing.system.collectives import class_of
 
 SECONDS_PER_LINE = 0.5  # between the console's lines about steps
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own

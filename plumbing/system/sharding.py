@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from plumbing.system.distributed import World, class_of
+from plumbing.system.distributed import World
 from plumbing.system.memory import SkipInit
 
 
@@ -95,10 +95,10 @@ def gathered_on_master(state: Any, world: World) -> Any:
     return gathered(state, "cpu" if world.is_master else "meta")
 
 
-def whole_copy(model: Any) -> Any:
+def whole_copy(model: Any, model_class: type) -> Any:
     """A whole copy of a sharded model, in evaluation mode. All ranks must call this."""
     with torch.device("meta"), SkipInit():
-        copy = class_of(model)(model.config)
+        copy = model_class(model.config)
     device = next(model.parameters()).device
     with torch.no_grad():
         copy.load_state_dict(gathered(model.state_dict(), device), assign=True)
@@ -110,7 +110,7 @@ def whole_copy(model: Any) -> Any:
 
 
 def map_over_ranks(function: Callable[[torch.Tensor], torch.Tensor], stacks: Any, *, rows: int) -> torch.Tensor:
-    """distributed.map_over_ranks for a DTensor.
+    """collectives.map_over_ranks for a DTensor.
 
     An all-to-all gives each rank whole stacks, and another one gives it its rows again.
     """

@@ -1,0 +1,60 @@
+"""What the ranks compute together, whether each has a whole model or its share of one."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def map_over_ranks(
+    function: Callable[[torch.Tensor], torch.Tensor], stacks: torch.Tensor, *, rows: int
+) -> torch.Tensor:
+    """Replace each matrix (rows, cols) in stacks (n, k * rows, cols) by function(matrices), computed on one rank.
+
+    function takes any number of matrices (m, rows, cols) and treats each alike.
+    """
+    if type(stacks) is not torch.Tensor:  # the stacks of a sharded model
+        from plumbing.system import sharding  # takes a second to import
+
+        return sharding.map_over_ranks(function, stacks, rows=rows)
+    matrices = stacks.view(-1, rows, stacks.size(-1))
+    if dist.is_initialized():
+        mapped = map_shares(function, matrices)
+    else:
+        mapped = function(matrices)
+    return mapped.to(stacks.dtype).view(stacks.shape)
+
+
+def map_shares(function: Callable[[torch.Tensor], torch.Tensor], matrices: torch.Tensor) -> torch.Tensor:
+    """function(matrices), of which each rank computes its share."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    per_rank = math.ceil(len(matrices) / world_size)
+    padding = matrices.new_zeros(per_rank * world_size - len(matrices), *matrices.shape[1:])
+    padded = torch.cat([matrices, padding])
+    local = function(padded[rank * per_rank : (rank + 1) * per_rank]).contiguous()
+    mapped = local.new_empty(padded.shape)
+    # its name since torch 2.13, where the earlier one warns
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(mapped, local)
+    return mapped[: len(matrices)]
+
+
+def whole_model(model: Any) -> Any:
+    """The model itself or, if it is sharded, a whole copy in evaluation mode. All ranks must call this.
+
+    With the copy a rank computes without the others. In the sharded model, FSDP would expect the same forward passes of
+    all ranks.
+    """
+    if class_of(model) is type(model):
+        return model
+    from plumbing.system import sharding  # takes a second to import
+
+    return sharding.whole_copy(model, class_of(model))
+
+
+def class_of(model: Any) -> type:
+    """The model's class before fully_shard has made another one of it: FSDPGPT is an FSDPModule and a GPT."""
+    model_class = type(model)
+    return model_class.__bases__[1] if hasattr(model, "unshard") else model_class
