@@ -28,7 +28,20 @@ def pytest_configure(config):
 
 
 # the files that take longest, longest first: then both processes end at about the same time
-LONGEST = "simulated_gpu notebook changed_models resume branch downloads weights fineweb readers smoltalk".split()
+LONGEST = [
+    "simulated_gpu",
+    "notebook",
+    "changed_models",
+    "changed_training",
+    "resume",
+    "recipe",
+    "branch",
+    "downloads",
+    "weights",
+    "fineweb",
+    "readers",
+    "smoltalk",
+]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import train_gpt2
+from plumbing.run.checkpoint import newest_checkpoint
 from plumbing.run.logs import read_starts
 from torch.nn import functional as F
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
@@ -96,6 +97,14 @@ def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
     sizes = {0: 1, 10**9: 4, 2 * 10**9: 8, 3 * 10**9: 12, 4 * 10**9 - 1: 15, 4 * 10**9: 16, 10**10: 16}
     for tokens, size in sizes.items():
         assert get_batch_size(tokens, config) == size * 2**15
+
+
+def test_a_step_of_the_ramp_reads_all_of_its_windows_though_they_are_no_multiple_of_the_batch_size(out, tmp_path):
+    """Its 2,048 are no multiple of 768, which divides the 6,144 of a full step."""
+    folder = make_shards(tmp_path / "data", (2000, 3 * 2**15 + 1))
+    ramp = dict(total_batch_size=3 * 2**15, batch_ramp=2**16, batch_size=768)
+    train(folder, out, max_steps=1, val_every=0, **ramp)
+    assert newest_checkpoint(out)["loader"]["position"] == 2**15 // 16
 
 
 def test_without_a_ramp_the_batch_is_full_from_the_first_step_on():
