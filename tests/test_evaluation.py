@@ -292,5 +292,6 @@ def test_samples_are_of_the_50_likeliest_ids(data, out, tmp_path):
         model.transformer.wte.weight[:, 0] = -torch.arange(257) / 1000
     export_huggingface(model, tokenizers.get_encoding("bytes"), tmp_path / "model")
     train(data, out, init_from=tmp_path / "model", max_steps=0, sample_every=1, sample_prompt="x")
-    text = "".join(samples(out)[0])
-    assert max(text.replace("x", "").encode()) == 49
+    ids = "".join(samples(out)[0]).replace("x", "").encode()
+    assert max(ids) < 50
+    assert len(set(ids)) > 30
