@@ -228,8 +228,8 @@ def not_followed(record: dict[str, Any]) -> Unusable | None:
         value = record.get(mark)
         if isinstance(value, str):  # as a CSV file has it
             value = parsed(value.lower())
-        all_good = value in EMPTY or all(each == 1 for each in (value if isinstance(value, list) else [value]))
-        if not all_good:
+        values = value if isinstance(value, list) else [value]
+        if value not in EMPTY and any(each != 1 for each in values):
             shown = console.plain(repr(record[mark]), 60)
             return Unusable(f"has {mark} {shown}, which is not followed")
     return None
@@ -320,7 +320,8 @@ class Conversations(preparation.Renderer):
             counts[NOT_LEARNED] = num_unlearned
         if stop < len(ids):
             counts[CUT] = 1
-        return Tokens(np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8)), counts
+        tokens = Tokens(np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8))
+        return tokens, counts
 
     def arrange(self, tokens: Tokens) -> Tokens:
         """Blocks of the conversations in `tokens`, and behind the last one the target of its last position."""

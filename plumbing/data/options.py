@@ -8,9 +8,9 @@ from plumbing.cli import flags
 @dataclass
 class DataOptions:
     dataset: str = ""
-    config: str = ""  # which of the data set's configs, if it has several
-    split: str = "train"  # which of its splits
-    revision: str = ""  # its commit, branch or tag; by default the newest commit, when the shards are begun
+    config: str = ""  # one of the data set's configs, if it has several
+    split: str = "train"  # one of its splits
+    revision: str = ""  # its commit, branch or tag; by default the newest commit at the first start
     # your own files, folders or globs: .jsonl, .json, .csv, .parquet or text such as .txt, .md or .py, also .gz or .zst
     input: tuple[str, ...] = ()
     out_dir: str | None = None  # folder of the shards; by default named after the data set or the first file
