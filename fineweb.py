@@ -9,14 +9,15 @@
 Each document becomes <|endoftext|> followed by its tokens. A literal <|endoftext|> in a text is treated as
 text. A shard, `<name>_<split>_<6 digits>.npy` of uint16, holds whole documents in the order of the input,
 about `--shard-size` tokens of them; the last shard has the rest. One document in 11 is for validation, fewer
-of a large text. A document longer than 16,000 characters in a text file is divided into pieces, and one piece
-in 11 is for validation. Of FineWeb-Edu it is the first shard. A single short document is cut in two.
+of a large text; of FineWeb-Edu and Python's documentation the first shard is. A document of more than 16,000
+characters in a text file is divided into pieces, and one piece in 11 is for validation. A single document is
+divided between the two splits.
 
-Rows without a text are left out, and keys and columns are not read but for the text's: both are counted in
-the last lines. Memory use does not grow with the corpus or with the number of cores: it is a few shards, and
-up to 64 MB of text in the queue. The same command resumes after the last complete shard that meta.json
-records. It writes the same bytes whenever it was killed and on any number of cores. A data set of the hub
-stays at the commit that it had at first.
+Rows without a text are left out. Of a row, only the text's columns are read. The last lines count the rows
+that were left out and name the columns that were not read. Memory use does not grow with the corpus or with
+the number of cores: it is a few shards, and up to 64 MB of text in the queue. The same command resumes after
+the last complete shard that meta.json records. It writes the same bytes whenever it was killed and on any
+number of cores. A data set of the hub stays at the commit that it had at first.
 """
 
 import os

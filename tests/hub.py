@@ -49,7 +49,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         words = words[1 + is_api :] if "datasets" in words[:2] else []
         if is_api and "/".join(words) in server.renamed:  # the hub sends one on to the new name
             return self.answer(307, b"", {"Location": f"/api/datasets/{server.renamed['/'.join(words)]}"})
-        name, rest = "/".join(words[:2]), words[2:]
+        name = "/".join(words[:2])
+        rest = words[2:]
         data_set = server.data_sets.get(name)
         allowed = self.headers["Authorization"] == "Bearer hf_right"
         if not data_set or (data_set.get("private") and not allowed):

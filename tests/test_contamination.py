@@ -37,7 +37,8 @@ def naive_contamination(examples, tokens, enc):
 def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
     monkeypatch.setattr(contamination, "BLOCK", 50)
-    enc, rng = train_small("gpt2"), random.Random(0)
+    enc = train_small("gpt2")
+    rng = random.Random(0)
     tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
     words = sorted({word for text in corpus() for word in text.split() if word.isalpha()})
     texts = [{"text": nonsense(rng, words, 30)} for _ in range(60)]
@@ -63,7 +64,9 @@ def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, 
     capsys.readouterr()
     contamination.main(["--data", str(tmp_path / "one"), "--eval", evaluation])
     said = capsys.readouterr().out
-    assert " of 60 examples (" in said and "line 1:" in said and "note: " not in said
+    assert " of 60 examples (" in said
+    assert "line 1:" in said
+    assert "note: " not in said
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path):

@@ -28,7 +28,8 @@ def counting_shards(folder, lengths):
 
 def windows_by_hand(lengths, T):
     """The first token of each window: at multiples of T in a shard, where T + 1 tokens are left."""
-    starts, first = [], 0
+    starts = []
+    first = 0
     for length in lengths:
         offset = 0
         while offset + T + 1 <= length:
@@ -47,7 +48,8 @@ def read_steps(folder, T, S, B, world_size, steps, **options):
             for loader in loaders:
                 x, y = loader.next_batch()
                 assert x.shape == y.shape == (B, T)
-                assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, x + 1)
+                assert torch.equal(x[:, 1:], y[:, :-1])
+                assert torch.equal(y, x + 1)
                 seen += x[:, 0].tolist()
         yield seen
 
@@ -94,7 +96,8 @@ def test_permute_shuffles_well():
     for seed in range(400):
         counts[np.arange(5), permute(np.arange(5), 5, [seed])] += 1
     # binomial with mean 80 and standard deviation 8
-    assert counts.min() > 40 and counts.max() < 120
+    assert counts.min() > 40
+    assert counts.max() < 120
     n = 10_000
     places = permute(np.arange(n), n, [3, 0])
     assert abs(np.corrcoef(np.arange(n), places)[0, 1]) < 0.05
@@ -108,7 +111,9 @@ def test_permute_needs_no_memory_for_the_1_3_billion_windows_of_a_large_corpus()
     places = permute(np.arange(n - 64, n), n, [0, 0])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(set(places.tolist())) == 64 and 0 <= places.min() and places.max() < n
+    assert len(set(places.tolist())) == 64
+    assert 0 <= places.min()
+    assert places.max() < n
     assert peak < 100_000
 
 

@@ -101,8 +101,12 @@ def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path, cap
     for i in range(3):
         (tmp_path / "local" / f"train-{i}.parquet").write_bytes(parquet(text=texts[10 * i : 10 * i + 10]))
     make(tmp_path, "local", name="copy/out", shard_size=5000)
-    ours, theirs = listing(tmp_path / "out"), listing(tmp_path / "copy" / "out")
-    assert ours.pop("meta.json") and theirs.pop("meta.json") and ours == theirs and len(ours) > 5
+    ours = listing(tmp_path / "out")
+    theirs = listing(tmp_path / "copy" / "out")
+    assert ours.pop("meta.json")
+    assert theirs.pop("meta.json")
+    assert ours == theirs
+    assert len(ours) > 5
     assert shards.origin("out") == f"OWNER/stories, default, train, {first}"
     # the branch moves, and what was begun stays where it was
     second = add_stories(hub, random_texts(30, seed=1))
@@ -116,7 +120,8 @@ def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path, cap
     hub.lasting["ANY /"], hub.asked[:] = "500", []
     capsys.readouterr()
     prepare(shard_size=5000)
-    assert "is complete" in capsys.readouterr().out and not hub.asked
+    assert "is complete" in capsys.readouterr().out
+    assert not hub.asked
 
 
 def test_configs_splits_and_revisions_are_named_when_one_is_missing(hub, tmp_path):
@@ -197,7 +202,8 @@ def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(hub, state):
 def test_the_converted_branch_is_read_by_config(hub):
     commit = hub.add("OWNER/old", {"old.py": "print('a script')"})
     line = refused(fineweb.main, "--dataset", "OWNER/old", *BYTES)
-    assert "only a script" in line and "--revision refs/convert/parquet" in line
+    assert "only a script" in line
+    assert "--revision refs/convert/parquet" in line
     files = {f"{config}/train/0000.parquet": parquet(text=[config] * 40) for config in ("en", "de")}
     converted = hub.add("OWNER/old", files)
     hub.data_sets["OWNER/old"]["refs"] = {"main": commit, "refs/convert/parquet": converted}
@@ -207,7 +213,8 @@ def test_the_converted_branch_is_read_by_config(hub):
     assert bytes(read("out")[1:3].astype(np.uint8)) == b"en"
 
 
-CARD, LINE = "---\nconfigs: {}\n---", '{"text": "a"}\n'
+CARD = "---\nconfigs: {}\n---"
+LINE = '{"text": "a"}\n'
 
 
 def naming(pattern):
@@ -233,7 +240,8 @@ def test_what_cannot_be_had_is_one_line(hub, files, settings, words, monkeypatch
     hub.add("OWNER/x", files, **settings)
     line = refused(fineweb.main, "--dataset", "OWNER/x", *BYTES)
     assert all(word in line for word in words.split(" & ")), line
-    assert not list(tmp_path.rglob("*.npy")) and not list(tmp_path.parent.glob("x.jsonl"))
+    assert not list(tmp_path.rglob("*.npy"))
+    assert not list(tmp_path.parent.glob("x.jsonl"))
 
 
 def test_a_script_and_older_descriptions_beside_the_data_do_not_matter(hub, capsys):
@@ -277,7 +285,8 @@ def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
     add_stories(hub, texts)
     hub.faults[place] = fault
     prepare()
-    assert sorted(read("out")) == sorted(as_bytes(texts)) and not hub.faults
+    assert sorted(read("out")) == sorted(as_bytes(texts))
+    assert not hub.faults
 
 
 @pytest.mark.parametrize("fault, said", [("500", "500"), ("wrong", "are not those that the hub lists")])
@@ -288,7 +297,9 @@ def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said
     args = ["--dataset", "OWNER/stories", "--shard-size", "3000", "--out-dir", "out", *BYTES]
     status, _, stderr = refusal_of(fineweb.main, *args)
     line = error_in(stderr)  # there is a bar before it
-    assert status == 2 and "train-2.parquet" in line and said in line
+    assert status == 2
+    assert "train-2.parquet" in line
+    assert said in line
     before = listing("out")
     assert len(list(Path("out").glob("*_train_*"))) > 1
     hub.lasting.clear()
@@ -299,7 +310,9 @@ def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said
     assert all(after[name] == before[name] for name in before if "_train_" in name)
     prepare(shard_size=3000, out_dir="whole/out")
     whole = listing("whole/out")
-    assert after.pop("meta.json") and whole.pop("meta.json") and after == whole
+    assert after.pop("meta.json")
+    assert whole.pop("meta.json")
+    assert after == whole
 
 
 def test_one_file_is_fetched_ahead_and_those_that_were_read_are_removed(hub):
@@ -339,10 +352,12 @@ def test_killed_it_continues_with_the_files_on_disk(hub, tmp_path, renames, has_
         assert list(Path("out").glob("*_train_*.npy"))  # of what was there
         hub.lasting.clear()
     there = {path.name for path in Path("out").glob(".download/data/*.parquet")}
-    assert bool(there) == bool(renames) and ("train-0.parquet" in there) == (renames == 2)  # later it has been read
+    assert bool(there) == bool(renames)
+    assert ("train-0.parquet" in there) == (renames == 2)  # later it has been read
     hub.asked.clear()
     prepare(shard_size=3000)
-    assert not set(fetched(hub)) & there and not list(Path("out").glob(".download*"))
+    assert not set(fetched(hub)) & there
+    assert not list(Path("out").glob(".download*"))
     assert listing("out") == listing("whole/out")
 
 
@@ -353,16 +368,19 @@ def test_the_users_cache_is_used_and_left_alone(hub, tmp_path, monkeypatch):
     huggingface_hub.snapshot_download("OWNER/stories", repo_type="dataset")
     before, hub.asked[:] = listing(tmp_path / ".hf"), []
     prepare()
-    assert not fetched(hub) and listing(tmp_path / ".hf") == before
+    assert not fetched(hub)
+    assert listing(tmp_path / ".hf") == before
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub.asked.clear()
     tokens = read("out")
     Path("out/out_train_000001.npy").unlink()  # made again of what meta.json and the cache know
     prepare()
-    assert not hub.asked and np.array_equal(read("out"), tokens)
+    assert not hub.asked
+    assert np.array_equal(read("out"), tokens)
     assert read_meta("out")["made_from"]["revision"] == commit
     line = refused(fineweb.main, "--dataset", "OWNER/other", *BYTES)
-    assert "offline mode is enabled" in line and "--input" in line
+    assert "offline mode is enabled" in line
+    assert "--input" in line
 
 
 def test_columns_are_joined_and_objects_walked_into(tmp_path):
@@ -401,7 +419,8 @@ def test_conversations_of_the_hub(hub):
     assert "Choose one with --split: " in refused(smoltalk.main, *args)
     for _ in range(2):
         smoltalk.main([*args, "--split", "train_sft"])
-        assert read_meta("chats")["dataset"] == "OWNER/chats" and not list(Path("chats").glob(".download*"))
+        assert read_meta("chats")["dataset"] == "OWNER/chats"
+        assert not list(Path("chats").glob(".download*"))
         hub.lasting["ANY /"] = "500"  # what is complete does not need the hub
     assert read_meta("chats")["documents"] == 100
 
@@ -420,7 +439,8 @@ def test_a_data_set_that_is_larger_than_the_disk_is_refused(hub):
     with patched(preparation.shutil, "disk_usage", lambda folder: usage):
         line = refused(fineweb.main, "--dataset", "OWNER/stories", *BYTES)
     assert "has 0.0 GB free. Make room, choose another --out-dir, or ask for fewer tokens" in line
-    assert not fetched(hub) and not list(Path("stories").glob("*.npy"))
+    assert not fetched(hub)
+    assert not list(Path("stories").glob("*.npy"))
 
 
 def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
@@ -440,7 +460,8 @@ def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
             expected.append([])
         expected[-1] += as_bytes([text]).tolist()
     names = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(expected))]
-    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES]) and len(names) > 3
+    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES])
+    assert len(names) > 3
     assert [np.load(Path("edu_fineweb10B", name)).tolist() for name in names] == expected
     hub.lasting["ANY /"] = "500"  # what is complete does not need the hub
     fineweb.main(args)
@@ -448,7 +469,8 @@ def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
 
 
 def test_ready_made_shards_come_whole_or_again(hub):
-    header, files = np.zeros(256, dtype="<i4"), {}
+    header = np.zeros(256, dtype="<i4")
+    files = {}
     header[:3] = 20240520, 1, 1000
     for i, file in enumerate(["val_000000", "train_000001", "train_000002"]):
         tokens = np.arange(50257 - 1000 * i, 49257 - 1000 * i, -1, dtype=np.uint16) - 1
@@ -459,7 +481,9 @@ def test_ready_made_shards_come_whole_or_again(hub):
     folder = Path("edu_fineweb10B")
     assert set(os.listdir(folder)) - set(TABLES) == {*files, "meta.json"}
     meta = read_meta(folder)
-    assert meta["shards"] == dict.fromkeys(files, 1000) and meta["tokens"] == 3000 and meta["complete"]
+    assert meta["shards"] == dict.fromkeys(files, 1000)
+    assert meta["tokens"] == 3000
+    assert meta["complete"]
     # one more shard than there is: said, and what is there stays
     assert "finewebedu_train_000003.bin" in refused(fineweb.main, "--pretokenized", 3)
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == files
@@ -471,7 +495,8 @@ def test_ready_made_shards_come_whole_or_again(hub):
 
 
 def test_a_download_is_whole_or_not_there(tmp_path, hub):
-    content, path = b"content" * 1000, tmp_path / "a.bin"
+    content = b"content" * 1000
+    path = tmp_path / "a.bin"
     digest = hashlib.sha1(b"blob 7000\0" + content).hexdigest()  # as git has it, and hellaswag.py
     hub.files, url = {"/a.bin": content}, f"{hub.url}/a.bin"
     hub.lasting["GET a.bin"] = "short"
@@ -480,7 +505,8 @@ def test_a_download_is_whole_or_not_there(tmp_path, hub):
     hub.lasting["GET a.bin"] = "wrong"
     with pytest.raises(UserError, match="the 7,000 bytes that came are not those of the file. Call a friend."):
         downloads.download(url, str(path), digest, advice="Call a friend.")
-    assert not path.exists() and len(hub.asked) == 4
+    assert not path.exists()
+    assert len(hub.asked) == 4
     hub.lasting.clear()
     hub.faults["GET a.bin"] = "503"
     downloads.download(url, str(path), digest, advice="")
@@ -489,7 +515,8 @@ def test_a_download_is_whole_or_not_there(tmp_path, hub):
     hub.asked.clear()
     with patched(os, "fsync", full_disk), pytest.raises(UserError, match="No space left"):
         downloads.download(url, str(path), digest, advice="")
-    assert len(hub.asked) == 1 and path.read_bytes() == content
+    assert len(hub.asked) == 1
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("words", ["--pretokenized 1", "--tokenizer bytes", "--tokenizer bytes --max-length 64"])
@@ -506,4 +533,5 @@ def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, 
     assert line.startswith("error: Could not download ")
     assert "Name or service not known. Check the network" in line
     # nothing is left of what never began
-    assert sum(slept) < 5 and [path.name for path in tmp_path.iterdir()] in ([], [".hf"])
+    assert sum(slept) < 5
+    assert [path.name for path in tmp_path.iterdir()] in ([], [".hf"])

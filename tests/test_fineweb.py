@@ -48,7 +48,8 @@ def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
     folder = Path(make(tmp_path, path, shard_size=6000))
     assert holds(folder, texts)
     arrays = {path.name: np.load(path) for path in folder.glob("*.npy")}
-    assert len(arrays) > 3 and sorted(os.listdir(folder)) == sorted([*arrays, "meta.json", *TABLES])
+    assert len(arrays) > 3
+    assert sorted(os.listdir(folder)) == sorted([*arrays, "meta.json", *TABLES])
     meta = read_meta(folder)
     assert meta["shards"] == {name: len(array) for name, array in arrays.items()}
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
@@ -78,7 +79,8 @@ def test_every_input_has_two_splits(tmp_path, dataset, texts, lengths, monkeypat
         lengths = [1000, 1000]
     folder = make(tmp_path, shard_size=1000, **source)
     assert list(read_meta(folder)["shards"].values()) == lengths
-    assert len(read(folder, "*_val_*")) == lengths[0] and sorted(read(folder)) == sorted(as_bytes(texts))
+    assert len(read(folder, "*_val_*")) == lengths[0]
+    assert sorted(read(folder)) == sorted(as_bytes(texts))
 
 
 @pytest.mark.parametrize("longest", [3, 30, 3000])  # the last: most documents are longer than a shard
@@ -108,7 +110,8 @@ def test_one_document_in_eleven_is_for_validation_whatever_the_size_of_a_shard(t
     chosen = [
         documents(make(tmp_path, path, name=f"out{size}", shard_size=size), "val") for size in (shard_size, 10_000)
     ]
-    assert chosen[0] == chosen[1] and len(chosen[0]) == 60
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == 60
     numbers = [int(text.split()[1].rstrip(b".")) for text in chosen[0]]
     assert np.histogram(numbers, 10, (0, 660))[0].min() >= 4
 
@@ -138,7 +141,8 @@ def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, name, length
     fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
     said = capsys.readouterr().out
     folder = name.lstrip(".").split(".")[0]
-    assert "\x1b" not in said and sorted(os.listdir(tmp_path)) == sorted([name, folder])
+    assert "\x1b" not in said
+    assert sorted(os.listdir(tmp_path)) == sorted([name, folder])
     if "\x1b" not in name:  # a shell other than this test's reads it
         command = printed_commands(said)[-1]
         assert Path(command[1]).name == "train_gpt2.py"
@@ -175,7 +179,9 @@ def test_neither_cores_nor_batches_change_a_byte(tmp_path):
         with patched(preparation, "BATCH_BYTES", chars):
             make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
     one = listing(tmp_path / "one")
-    assert len(one) > 5 and listing(tmp_path / "two") == one and listing(tmp_path / "five") == one
+    assert len(one) > 5
+    assert listing(tmp_path / "two") == one
+    assert listing(tmp_path / "five") == one
 
 
 def measure_memory(tmp_path, key):
@@ -259,7 +265,8 @@ def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
     # meta.json tells of the file as it is now, else the same command would take it for another one
     before = listing(folder)
     make(tmp_path, str(path), shard_size=5000)
-    assert "is complete" in capsys.readouterr().out and listing(folder) == before
+    assert "is complete" in capsys.readouterr().out
+    assert listing(folder) == before
 
 
 def write_until(path, texts, bad_line):
@@ -355,7 +362,9 @@ def test_columns_that_are_not_read_are_named_in_the_last_line(tmp_path, kind, ca
         column = "text"
     make(tmp_path, path, text_column=column)
     said = capsys.readouterr().out.splitlines()[-1]
-    assert "not read: title (24 rows)" in said and "label (24 rows)" in said and "doc" not in said
+    assert "not read: title (24 rows)" in said
+    assert "label (24 rows)" in said
+    assert "doc" not in said
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -379,7 +388,8 @@ def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
 
 def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    fsync, calls = os.fsync, []
+    fsync = os.fsync
+    calls = []
 
     def full(number):
         if stat.S_ISREG(os.fstat(number).st_mode):  # a full disk can still flush a folder
@@ -390,7 +400,8 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
     with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
         make(tmp_path, path, shard_size=4000)
     before = listing(tmp_path / "out")
-    assert len(before) > 5 and not any(name.endswith(".part") for name in before)
+    assert len(before) > 5
+    assert not any(name.endswith(".part") for name in before)
     make(tmp_path, path, shard_size=4000)
     after = listing(tmp_path / "out")
     assert after == listing(make(tmp_path, path, name="other/out", shard_size=4000))
@@ -407,7 +418,8 @@ def test_importing_runs_nothing(tmp_path):
         "assert not slow, slow\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not list(tmp_path.iterdir())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
@@ -433,7 +445,8 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
     usage = types.SimpleNamespace(free=10**8)
     with patched(shutil, "disk_usage", lambda folder: usage):
         line = refused(fineweb.main, "--pretokenized", 1, "--out-dir", tmp_path / "out")
-    assert "need 0.4 GB" in line and "has 0.1 GB free" in line
+    assert "need 0.4 GB" in line
+    assert "has 0.1 GB free" in line
 
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given

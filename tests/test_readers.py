@@ -56,7 +56,8 @@ def test_every_kind_of_input_gives_the_tokens_of_a_plain_loop(tmp_path, kind, mo
     texts = random_texts(40, longest=100)
     if "sv" in kind:
         texts[7] = "long, " * 30_000  # Python's default is less
-    path, column = tmp_path / f"data.{kind}", "text"
+    path = tmp_path / f"data.{kind}"
+    column = "text"
     if kind == "parquet":
         write_parquet(path, texts, column := "a.b")
     else:
@@ -151,8 +152,10 @@ def test_a_long_text_is_cut_where_no_token_crosses():
                 assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
 
 
-CYRILLIC, CHINESE = "\u0441\u0447\u0430 ", "\u6211\u662f\u3002\n"
-HINDI, ARABIC = "\u0939\u093f\u0928 ", "\u0643\u062a\u0627\n"
+CYRILLIC = "\u0441\u0447\u0430 "
+CHINESE = "\u6211\u662f\u3002\n"
+HINDI = "\u0939\u093f\u0928 "
+ARABIC = "\u0643\u062a\u0627\n"
 
 
 @pytest.mark.parametrize("separator", ["", "<|endoftext|>"])
@@ -164,7 +167,8 @@ def test_a_long_text_is_not_held_in_memory(unit, separator, monkeypatch):
     text = "x" + unit * (100_000 // len(unit)) + "x"
     blocks = (text[i : i + 1000] for i in range(0, len(text), 1000))
     pieces = [text for text, _ in readers.split_text(blocks, separator)]
-    assert "".join(pieces) == text and max(map(len, pieces)) <= 12_000
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 12_000
 
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "THE END OF IT"])  # the second may be cut after a word
@@ -181,7 +185,8 @@ def test_a_separator_ends_a_document(block, separator, capsys, monkeypatch):
     assert found == texts
     # what ends as the separator begins is whole, and a single document that ends with it needs no note
     assert list(readers.split_text(["a---b--"], "---")) == [("a", True), ("b--", True)]
-    assert list(readers.split_text(["a\n---\n"], "---")) == [("a", True)] and not capsys.readouterr().out
+    assert list(readers.split_text(["a\n---\n"], "---")) == [("a", True)]
+    assert not capsys.readouterr().out
 
 
 def test_notes_say_how_a_separator_was_taken(tmp_path, capsys):
@@ -192,7 +197,8 @@ def test_notes_say_how_a_separator_was_taken(tmp_path, capsys):
     for separator, note in (notes | {"<|endoftext|>": ""}).items():
         folder = make(tmp_path, str(path), name=f"out{len(separator)}", separator=separator)
         said = capsys.readouterr().out
-        assert note in said and bool(note) == ("note:" in said)
+        assert note in said
+        assert bool(note) == ("note:" in said)
     assert holds(folder, stories)
 
 
@@ -214,12 +220,12 @@ def test_python_docs_are_the_documentation_of_this_python(tmp_path, monkeypatch)
     """Of its top folder here, as all of it takes seconds."""
     monkeypatch.setattr(os, "walk", lambda root, walk=os.walk: itertools.islice(walk(root), 1))
     tokens = read(prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=str(tmp_path / "docs"))))
-    assert len(tokens) > 1e6 and np.count_nonzero(tokens == 256) > 200
+    assert len(tokens) > 1e6
+    assert np.count_nonzero(tokens == 256) > 200
     text = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
     # a piece of the language reference, and a docstring of the library
-    assert (
-        "statement is used for conditional execution" in text and random.Random.seed.__doc__.splitlines()[0] in text
-    )
+    assert "statement is used for conditional execution" in text
+    assert random.Random.seed.__doc__.splitlines()[0] in text
 
 
 def test_docstrings_stand_under_what_they_document_in_an_order_of_their_own(tmp_path, monkeypatch):
@@ -421,5 +427,6 @@ def test_json_larger_than_memory_is_read_in_blocks(start, between, end, monkeypa
 
     monkeypatch.setattr(readers, "open_text", lambda path: File(start + between.join(map(json.dumps, entries)) + end))
     places, found = zip(*readers.read_values("a.json", "a.json"))
-    assert list(found) == entries and places[2999] == f"{'Entry' if start else 'Line'} 3000"
+    assert list(found) == entries
+    assert places[2999] == f"{'Entry' if start else 'Line'} 3000"
     assert 50_000 < 2 * File.largest < 200_000

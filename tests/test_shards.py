@@ -41,7 +41,8 @@ def test_a_shard_reads_like_its_array_and_one_that_is_cut_short_meanwhile_is_one
     np.save(tmp_path / "a_train_000001.npy", tokens)
     for path in (tmp_path / "a_train_000001.npy", write_bin(tmp_path / "b_train_000001.bin", tokens)):
         shard = shards.open_shard(path)
-        assert len(shard) == 1000 and shard.read().tolist() == tokens.tolist()
+        assert len(shard) == 1000
+        assert shard.read().tolist() == tokens.tolist()
         for start, count in ((0, 10), (5, 0), (990, 100), (1000, 5)):
             assert shard.read(start, count).tolist() == tokens[start : start + count].tolist()
         os.truncate(path, 1500)

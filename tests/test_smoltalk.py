@@ -79,8 +79,11 @@ def read_chats(folder, max_length=64):
     chats = {"val": [], "train": []}
     for split, found in chats.items():
         for path in sorted(Path(folder).glob(f"*_{split}_*.npy")):
-            tokens, mask = np.load(path), np.load(path.with_suffix(".mask"))
-            assert tokens.dtype == np.uint16 and mask.dtype == np.uint8 and tokens.shape == mask.shape
+            tokens = np.load(path)
+            mask = np.load(path.with_suffix(".mask"))
+            assert tokens.dtype == np.uint16
+            assert mask.dtype == np.uint8
+            assert tokens.shape == mask.shape
             assert len(tokens) % max_length == 1  # whole blocks, and the last one's last target
             assert (tokens[:-1:max_length] == ENC.eot_token).all()
             text = ENC.decode(tokens.tolist())
@@ -112,19 +115,24 @@ def test_every_conversation_is_in_one_split_and_every_window_begins_with_one(tmp
 def test_shards_masks_and_meta(tmp_path, capsys):
     pairs = [*PAIRS * 25, ("a", "b" * 64), ("a", "b", "c", "d" * 64)]
     folder = prepare(options_for(tmp_path, pairs))
-    chats, meta = read_chats(folder), read_meta(folder)
+    chats = read_chats(folder)
+    meta = read_meta(folder)
     expected = [as_text(*pair) for pair in PAIRS * 25] + [as_text("a", "b")]
     assert sorted(sum(chats.values(), [])) == sorted(expected)
     masks = {split: next(Path(folder).glob(f"*_{split}_*.mask")) for split in ("val", "train")}
     shards = {split: (read(folder, f"*_{split}_*.npy"), np.load(path)) for split, path in masks.items()}
-    assert meta["tokenizer"] == "bytes+chat" and meta["vocab_size"] == ENC.n_vocab == 261 and meta["complete"]
-    assert meta["documents"] == 101 and tokenizers.folder_encoding(folder).name == "bytes+chat"
+    assert meta["tokenizer"] == "bytes+chat"
+    assert meta["vocab_size"] == ENC.n_vocab == 261
+    assert meta["complete"]
+    assert meta["documents"] == 101
+    assert tokenizers.folder_encoding(folder).name == "bytes+chat"
     said = capsys.readouterr().out
     num_targets = sum(int(mask.sum()) for _, mask in shards.values())
     assert f"{num_targets:,} tokens are targets" in said
     assert "note: 1 conversation cut after the last answer that fits." in said
     assert "note: 1 row left out. Line 101 of" in said
-    val, train = len(shards["val"][0]), len(shards["train"][0])
+    val = len(shards["val"][0])
+    train = len(shards["train"][0])
     assert meta["shards"] == {"out_val_000000.npy": val, "out_train_000001.npy": train}
     answers = "".join(learned_in(folder)).removesuffix("<|end|>").split("<|end|>")
     assert sorted(answers) == sorted([answer for _, answer in PAIRS] * 25 + ["b"])
@@ -164,8 +172,10 @@ def test_killed_at_a_rename_the_same_command_ends_with_the_same_bytes_and_notes(
     renames = renamed_by(prepare, odd_options(tmp_path, "whole"))
     whole = listing(tmp_path / "whole")
     said = capsys.readouterr().out.partition("\nin ")[2].partition("Next")[0]
-    assert "messages to and from tools left out" in said and "answers not learned" in said
-    assert "conversations cut after the last answer" in said and "rows left out. Line 1 of" in said
+    assert "messages to and from tools left out" in said
+    assert "answers not learned" in said
+    assert "conversations cut after the last answer" in said
+    assert "rows left out. Line 1 of" in said
     assert "\nnot read: mood (" in said
     assert sum("_train_" in name and ".npy" in name for name in renames) > 5
     for number in kills(renames):
@@ -192,12 +202,14 @@ def test_finished_chats_are_left_alone_and_a_damaged_mask_is_made_again(tmp_path
     whole = listing(folder)
     capsys.readouterr()
     prepare(options)
-    assert "complete" in capsys.readouterr().out and listing(folder) == whole
+    assert "complete" in capsys.readouterr().out
+    assert listing(folder) == whole
     mask = folder / "out_train_000003.mask"
     for damage in (Path.unlink, lambda path: os.truncate(path, 100), lambda path: path.write_bytes(b"")):
         damage(mask)
         prepare(options)
-        assert "complete" not in capsys.readouterr().out and listing(folder) == whole
+        assert "complete" not in capsys.readouterr().out
+        assert listing(folder) == whole
 
 
 @pytest.mark.parametrize("gone", ["*.mask", "*_val_*.mask", "*_train_*.mask", "*_train_000002.mask"])
@@ -209,7 +221,8 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
     if gone == "*_val_*.mask":  # a meta.json of one's own need not tell of masks
         (Path(folder) / "meta.json").write_text('{"tokenizer": "bytes+chat"}', encoding="utf-8")
     line = refused(train_gpt2.main, *flags(data=folder, out_dir=tmp_path / "log", **TINY))
-    assert ".mask is missing or damaged" in line and not (tmp_path / "log").exists()
+    assert ".mask is missing or damaged" in line
+    assert not (tmp_path / "log").exists()
 
 
 @pytest.mark.gpt2
@@ -218,10 +231,12 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
     assert status_of(train_gpt2.main, flags(data=data, out_dir="start", **TINY)) == 0
     capsys.readouterr()
     meta = read_meta(prepare(options_for(tmp_path, out_dir="chats", tokenizer="", init_from="start", max_length=0)))
-    assert meta["tokenizer"] == "bytes+chat" and meta["made_from"]["max_length"] == TINY["block_size"]
+    assert meta["tokenizer"] == "bytes+chat"
+    assert meta["made_from"]["max_length"] == TINY["block_size"]
     [words] = printed_commands(capsys.readouterr().out)
     assert Path(words[1]).name == "train_gpt2.py"
-    assert words[2:4] == ["--preset", "quickstart"] and words[8:10] == ["--init-from", "start"]
+    assert words[2:4] == ["--preset", "quickstart"]
+    assert words[8:10] == ["--init-from", "start"]
     assert status_of(train_gpt2.main, [*words[2:], "--max-steps", "2", "--warmup-steps", "0"]) == 0
     assert (tmp_path / "log" / "chats" / "hf").exists()
 
@@ -318,7 +333,8 @@ def test_what_is_not_read_of_a_conversation_is_counted_and_named(tmp_path, chang
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows_of(change))), encoding="utf-8")
     prepare(options_for(tmp_path, input=(str(tmp_path / "a.jsonl"),)))
     said = capsys.readouterr().out
-    assert f"\nnot read: {names}\n" in said and "note:" not in said
+    assert f"\nnot read: {names}\n" in said
+    assert "note:" not in said
 
 
 def test_of_very_many_keys_the_first_are_named(tmp_path, capsys):
@@ -365,14 +381,16 @@ def test_answers_that_are_marked_as_bad_or_masked_are_not_learned(tmp_path, name
     assert sorted(sum(read_chats(folder).values(), [])) == sorted(expected)
     said = capsys.readouterr().out
     mark = [*in_row, *in_answer][0]
-    assert "note: 12 rows left out." in said and f"has {mark} " in said
+    assert "note: 12 rows left out." in said
+    assert f"has {mark} " in said
     assert f"\nnot read: {mark} (" in said
 
 
 def test_a_question_behind_the_last_answer_is_not_said_to_be_too_long(tmp_path, capsys):
     prepare(options_for(tmp_path, [("a", "b", "c")] * 24))
     said = capsys.readouterr().out
-    assert "note: 24 messages after the last answer left out.\n" in said and "cut" not in said
+    assert "note: 24 messages after the last answer left out.\n" in said
+    assert "cut" not in said
 
 
 def write_chats(path, chats):

@@ -17,7 +17,8 @@ from harness import ROOT, listing, printed_commands, refused
 
 def test_bytes_are_the_bytes_of_utf8_and_need_no_network():
     enc = tokenizers.get_encoding("bytes")
-    assert isinstance(enc, tiktoken.Encoding) and (enc.name, enc.n_vocab, enc.eot_token) == ("bytes", 257, 256)
+    assert isinstance(enc, tiktoken.Encoding)
+    assert (enc.name, enc.n_vocab, enc.eot_token) == ("bytes", 257, 256)
     for text in [*odd_texts(500), "x" * 10_000, "<|endoftext|>"]:
         assert enc.encode_ordinary(text) == list(text.encode())
         assert enc.decode(list(text.encode())) == text
@@ -37,7 +38,8 @@ def test_the_first_merges_are_those_that_can_be_counted_by_hand():
     # the textbook example of byte-pair encoding: "aaabdaaabac" -> aa, then ab, then aaab
     enc = tokenizer.train(["aaabdaaabac"], 260, name="t")
     tokens = sorted(enc._mergeable_ranks, key=enc._mergeable_ranks.get)[256:]
-    assert tokens == [b"aa", b"ab", b"aaab"] and enc.n_vocab == 260
+    assert tokens == [b"aa", b"ab", b"aaab"]
+    assert enc.n_vocab == 260
     assert enc.decode_tokens_bytes(enc.encode_ordinary("aaabdaaabac")) == [b"aaab", b"d", b"aaab", b"a", b"c"]
     # the name tells tokenizers apart, and not runs
     names = [tokenizer.train([text], 300, name="n").name for text in ("aaab abab", "aaab abab", "bbbc cbcb")]
@@ -47,10 +49,12 @@ def test_the_first_merges_are_those_that_can_be_counted_by_hand():
 
 @pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
 def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer_which_loses_nothing(tmp_path, pattern, monkeypatch):
-    trained, path = train_small(pattern), tmp_path / "x.tiktoken"
+    trained = train_small(pattern)
+    path = tmp_path / "x.tiktoken"
     assert (trained.n_vocab, trained.eot_token) == (1000, 998)
     sizes = tokenizers.token_bytes(trained)
-    assert sizes.shape == (1000,) and sizes[998:].tolist() == [0, 0]  # the special tokens
+    assert sizes.shape == (1000,)
+    assert sizes[998:].tolist() == [0, 0]  # the special tokens
     tokenizers.write_encoding(trained, path)
     encs = tokenizers.get_encoding(path), tokenizers.loads(tokenizers.dumps(trained))
     assert all((enc.name, enc._special_tokens) == (trained.name, trained._special_tokens) for enc in encs)
@@ -66,7 +70,8 @@ def test_a_file_and_a_checkpoint_hold_all_of_a_tokenizer_which_loses_nothing(tmp
 
 def test_a_file_is_not_replaced_by_another_tokenizers(tmp_path):
     """A user's own tokenizer in the folder of the shards was, and one that appeared while another was learned."""
-    trained, enc = train_small("gpt4"), tokenizers.get_encoding("bytes")
+    trained = train_small("gpt4")
+    enc = tokenizers.get_encoding("bytes")
     tokenizers.write_encoding(enc, tmp_path / "tokenizer.tiktoken")
     (tmp_path / "x.tiktoken.json").write_bytes(b"\xffmine")
     before = listing(tmp_path)
@@ -98,7 +103,9 @@ def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_that_is_damaged_or_made_by_hand_is_one_error(tmp_path):
-    enc, path, json_path = tokenizers.get_encoding("bytes"), tmp_path / "x.tiktoken", tmp_path / "x.tiktoken.json"
+    enc = tokenizers.get_encoding("bytes")
+    path = tmp_path / "x.tiktoken"
+    json_path = tmp_path / "x.tiktoken.json"
     with pytest.raises(UserError, match="x.tiktoken is missing or damaged: .*No such file"):
         tokenizers.get_encoding(path)
     tokenizers.write_encoding(enc, path)
@@ -137,7 +144,8 @@ def test_transformers_reads_an_export(tmp_path, name):
     for text in odd_texts(2000) + corpus()[:5]:
         assert enc.encode_ordinary(text.replace("<|", "< |")) == theirs.encode(text.replace("<|", "< |"))
         assert theirs.decode(theirs.encode(text)) == text
-    assert enc.n_vocab == len(theirs) and enc.eot_token == theirs.eos_token_id == theirs.bos_token_id
+    assert enc.n_vocab == len(theirs)
+    assert enc.eot_token == theirs.eos_token_id == theirs.bos_token_id
     for token, i in enc._special_tokens.items():
         assert theirs.encode(f"a{token}") == [*enc.encode_ordinary("a"), i]
 
@@ -156,7 +164,8 @@ def test_the_command_trains_and_goes_on_if_it_was_killed_between_its_two_files(t
     args = ["--input=-a.txt", "--out", "x.tiktoken", "--vocab-size", "500"]
     tokenizer.main(args)
     enc = tokenizers.get_encoding("x.tiktoken")
-    assert enc.name.startswith("x-") and enc._special_tokens == {tokenizers.EOT: 499}
+    assert enc.name.startswith("x-")
+    assert enc._special_tokens == {tokenizers.EOT: 499}
     before = listing(tmp_path)
     Path("x.tiktoken").unlink()
     tokenizer.main(args)
