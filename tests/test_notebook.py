@@ -51,7 +51,8 @@ def read_lessons():
 class Lessons:
     """The lessons' cells in one namespace. A lesson is run when it is asked for, after all those before it."""
 
-    def __init__(self):
+    def __init__(self, folder):
+        self.folder = folder
         self.names = {}
         self.pictures = []
         self.waiting = list(read_lessons().items())
@@ -85,29 +86,32 @@ def run_forked(command, **options):
     return subprocess.CompletedProcess(command, 0)
 
 
-@pytest.fixture(scope="module")
-def lessons(tmp_path_factory):
-    """The Lessons, on a machine without a network, a GPU and a tokenizer's cache, in an empty folder."""
-    lessons = Lessons()
-    folder = tmp_path_factory.mktemp("lessons")
+@pytest.fixture(scope="session")
+def all_lessons(tmp_path_factory):
+    return Lessons(tmp_path_factory.mktemp("lessons"))
+
+
+@pytest.fixture
+def lessons(all_lessons, monkeypatch):
+    """The Lessons, on a machine without a network, a GPU and a tokenizer's cache."""
+    for name in ("http_proxy", "https_proxy", "HF_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(all_lessons.folder))
+    monkeypatch.chdir(all_lessons.folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(subprocess, "run", run_forked)
     plt.switch_backend("Agg")
-    with pytest.MonkeyPatch.context() as monkeypatch, plt.rc_context():
-        for name in ("http_proxy", "https_proxy", "HF_ENDPOINT"):
-            monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
-        monkeypatch.chdir(folder)
-        yield lessons
+    monkeypatch.setattr(plt, "show", all_lessons.show)
+    with plt.style.context(ROOT / "plumbing" / "notebook.mplstyle"):  # which the first cells choose
+        yield all_lessons
 
 
 @pytest.mark.gpt2
 @pytest.mark.filterwarnings(*[f"error::{kind}Warning" for kind in WARNINGS])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib's own, of numpy
 @pytest.mark.parametrize("heading", read_lessons())
-def test_a_lesson_runs_without_a_run_a_network_or_a_gpu(heading, lessons, monkeypatch, capfd):
+def test_a_lesson_runs_without_a_run_a_network_or_a_gpu(heading, lessons, capfd):
     """It draws its pictures, and prints no warning."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(plt, "show", lessons.show)
-    monkeypatch.setattr(subprocess, "run", run_forked)
     lessons.run_up_to(heading)
     assert not capfd.readouterr().err
 
