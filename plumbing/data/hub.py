@@ -25,7 +25,7 @@ from plumbing.data.inputs import (
     supported_files,
 )
 
-# stands beside the data in many sets; two of these would outnumber one table
+# texts that many data sets have beside the data; two of them would outnumber one table
 ABOUT_DATA = re.compile(
     r"(?i)(^|/)(licen[cs]e|notice|readme|requirements|changelog|citation|authors)\b[^/]*\.txt$"
 )

@@ -268,7 +268,7 @@ def write_shards(
                 save(folder, meta)
                 # a file whose rows are not all in shards will be read again
                 downloads.remove_fetched(sources[: place.file], download_folder)
-    remove_folder(download_folder)  # before the end is recorded: what is complete is not looked at again
+    remove_folder(download_folder)  # before the end is recorded: complete folders are not looked at again
     finish(folder, meta, renderer.noun)
     progress.counts.note()
 

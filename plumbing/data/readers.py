@@ -417,7 +417,7 @@ def split_text(blocks: Iterable[str], separator: str = "", name: str = "") -> It
             starts = True
         if len(held) > whole:
             stop = len(held.rstrip(line_ends)) - len(separator)  # it may have begun in the last characters
-            # what is before the last two blocks was searched before
+            # only the last two blocks have not been searched
             cut = find_token_boundary(held, max(0, len(held) - 2 * BLOCK_CHARS), stop)
             if len(held) > MAX_PIECE:
                 cut = cut or len(held) - len(separator)

@@ -20,7 +20,7 @@ from plumbing.cli.console import UserError, first_line, plain
 from plumbing.data import downloads, shards
 from plumbing.files import atomic_write, open_regular
 
-EOT = "<|endoftext|>"  # stands before every document
+EOT = "<|endoftext|>"  # the first token of every document
 ROLES = ("user", "assistant", "system")
 # their ids follow the tokenizer's own, where the embedding has padding: after GPT-2's, 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
@@ -101,7 +101,7 @@ def save_for_folder(enc, folder):
 
 
 def write_encoding(enc, path):
-    """Write `enc` to the `.tiktoken` file `path`, after its JSON file; what is there must be the same."""
+    """Write `enc` to the `.tiktoken` file `path`, after its JSON file. An existing file must be the same."""
     header, ranks = dumps(enc).split("\n", 1)
     fields = json.dumps(json.loads(header) | {"sha256": sha256(ranks)}, indent=2) + "\n"
     texts = {Path(f"{path}.json"): fields, Path(path): ranks}
