@@ -101,16 +101,19 @@ def test_a_text_that_is_no_path_keeps_its_tilde(words):
     assert "~/a" in vars(parse(words)).values()
 
 
-def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(monkeypatch):
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--max-steps=1.5"], "--max-steps.*'1.5'"),
+        (["--data", ""], "--data.*empty"),
+        (["--tf32=maybe"], "--tf32 is 'maybe', but it must be true or false"),
+        (["caf\udce9"], r"The argument 'caf\\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
+        (["--max-l", "3", "--foo"], "--max-l. Did you mean --max-lr\\?.* called --foo."),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_flag_the_value_and_a_remedy(words, said, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")  # no line is wrapped
-    for words, *said in (
-        (["--max-steps=1.5"], "--max-steps", "'1.5'"),
-        (["--data", ""], "--data", "empty"),
-        (["--tf32=maybe"], "--tf32", "'maybe'", "true or false"),
-        (["caf\udce9"], r"The argument 'caf\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
-        (["--max-l", "3", "--foo"], "--max-l. Did you mean --max-lr?", "called --foo."),
-    ):
-        assert all(text in error_of(*words) for text in said), error_of(*words)
+    assert re.search(said, error_of(*words))
 
 
 @pytest.mark.parametrize(
@@ -301,21 +304,22 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
     assert not (tmp_path / "script.py.done").exists()
 
 
-def test_what_the_machine_refuses_is_one_line(tmp_path):
-    """Whichever library says it, also while a program imports."""
-    for error, said in (
+@pytest.mark.parametrize(
+    "error, said",
+    [
         (UserError("In a\nb."), "error: In a\\nb."),
         (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device. Make room"),
         (OSError(errno.EIO, "Input/output error"), "write a file: Input/output error. Check that disk"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "not enough memory. CUDA out of memory. Tried."),
-        (
-            RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"),
-            "not enough memory. [alloc_cpu.cpp:127] can't",
-        ),
+        (RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"), "memory. [alloc_cpu.cpp:127] can't"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "is not enough memory."),
-    ):
-        main = mock.Mock(side_effect=error)
-        assert said in refused(main)
+    ],
+)
+def test_what_the_machine_refuses_is_one_line_whichever_library_says_it(error, said):
+    assert said in refused(mock.Mock(side_effect=error))
+
+
+def test_a_package_that_is_missing_is_one_line_also_while_a_program_imports(tmp_path):
     script = Path(write_script(tmp_path, "pass"))
     script.write_text(f"{script.read_text()}\nimport no_such_package")  # after the program has read its flags
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)

@@ -6,7 +6,6 @@ import functools
 import io
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -93,6 +92,7 @@ def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(data, tmp_p
     """Of steps that take 1 s, the first one 100 s, and 5 s of evaluation every 10 steps."""
     with timed_run(lambda step: 100 if step == 0 else 1, lambda step: 5 * (step % 10 == 0)) as ends:
         said = train(data, tmp_path / "out", max_steps=300, **NO_FILES)
+    assert float(read_log(tmp_path / "out", "tok/s")[0]) == pytest.approx(128 / 100)
     left = {int(step): 60 * int(m) + int(s) for step, m, s in re.findall(r"step +(\d+) .* (\d):(\d\d) left", said)}
     assert left[299] == 0 and set(left) == set(range(1, 300))
     for step in range(60, 300):
@@ -101,21 +101,36 @@ def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(data, tmp_p
         assert abs(left[step - 1] - left[step] - 1.5) < 20
 
 
-@pytest.mark.parametrize("seconds", [[0.0, 0.0852, 0.852], [9.99, 99.9, 99.9]])
-@pytest.mark.parametrize("peak", [None, 1e14])
-def test_a_steps_line_fits_into_80_columns_and_lines_up(peak, seconds, data, tmp_path):
-    """Also at the start, when loss and norm are large, on slow machines, and if a clock stands still."""
-    with patched(run_folder, "SECONDS_PER_LINE", 0):
-        with timed_run(seconds.__getitem__, peak=peak):
-            said = train(data, tmp_path / "out", max_steps=3, **NO_FILES)
-    lines = [line for line in said.splitlines() if "tok/s" in line]
-    assert len(lines) == 3 and max(map(len, lines)) <= 80
-    assert len({line.index(" left") for line in lines if "0 ms" not in line}) == 1
-    assert all(word in lines[0] for word in ("loss 10.98", "lr 1.2e-3", "norm 12.3", "tok/s", "left"))
-    assert all(("% MFU" in line) == (peak is not None) for line in lines)
-    speeds = [float(value) for value in read_log(tmp_path / "out", "tok/s").values()]
-    assert speeds[1:] == pytest.approx([128 / each for each in seconds[1:]]), "the tokens of a step in its time"
-    assert math.isfinite(speeds[0])
+STEP = train_gpt2.Step(loss=10.98123, norm=12.3456, lr=1.2e-3, tokens=128, stop=False, scalars={})
+
+
+@pytest.mark.parametrize("mfu", [0.0, 0.47])
+def test_the_lines_of_steps_line_up_within_80_columns(mfu):
+    """On fast and slow machines, and if a clock stands still."""
+    lines = []
+    for seconds in (0.0, 0.0852, 0.852, 9.99, 99.9):
+        lines.append(f"step 19072 | {run_folder.step_line(STEP, seconds=seconds, mfu=mfu, left=1e4 * seconds)}")
+    assert max(map(len, lines)) <= 80
+    assert len({line.index(" left") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    "mfu, line",
+    [
+        (0.0, "loss 10.9812  lr 1.2e-3  norm 12.35   85 ms  1.5K tok/s  2:36 left"),
+        (0.47, "loss 10.981 lr 1.2e-3 norm 12.3  85 ms 1.5K tok/s 47% MFU 2:36 left"),
+    ],
+)
+def test_the_line_of_a_step(mfu, line):
+    assert run_folder.step_line(STEP, seconds=0.0852, mfu=mfu, left=156) == line
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0, "0:00"), (156, "2:36"), (599, "9:59"), (1000, "16m"), (16300, "4.5h"), (90000, "25h"), (400000, "4d")],
+)
+def test_a_time_is_readable(seconds, text):
+    assert console.duration(seconds) == text
 
 
 def train_at_half_of_the_peak(args):
