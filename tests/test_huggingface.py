@@ -3,14 +3,19 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import tiktoken
 import torch
 from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
-from plumbing.run.huggingface import export_huggingface, is_export_of, load_huggingface, load_tokenizer
+from plumbing.run.huggingface import (
+    SUPPORTED,
+    export_huggingface,
+    is_export_of,
+    load_huggingface,
+    load_tokenizer,
+)
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from train_gpt2 import GPT, CausalSelfAttention, load_model
@@ -53,19 +58,33 @@ def refusal(function, *args):
 # ----- Import -------------------------------------------------------------------------------------------
 
 
-def test_what_makes_no_difference_is_read_and_another_model_or_other_sizes_are_refused(hf):
+def test_what_makes_no_difference_is_read(hf):
     expected = read(hf)
     assert expected[0] == dict(block_size=32, vocab_size=257, n_layer=2, n_head=2, n_embd=32)
     change_config(hf, activation_function="gelu_pytorch_tanh", resid_pdrop=0.1, dtype="bfloat16")
     assert_same_tensors(read(hf), expected)
-    original, again = (hf / "config.json").read_bytes(), "Copy or export the model again"
-    others = dict(model_type="llama", activation_function="gelu", tie_word_embeddings=False)
-    refused = {name: (value, f"its {name} is {value!r}, not") for name, value in others.items()}
-    refused |= {name: (value, again) for name, value in dict(vocab_size=2**40, n_head=3, n_layer=1).items()}
-    for name, (value, reason) in refused.items():
-        change_config(hf, **{name: value})
-        assert reason in refusal(load_huggingface, hf), name
-        (hf / "config.json").write_bytes(original)
+
+
+def another(value):
+    if isinstance(value, bool):
+        return not value
+    return 2 * value  # a number, or a name that is none
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_another_kind_of_model_is_refused(name, hf):
+    value = another(SUPPORTED[name][0])
+    change_config(hf, **{name: value})
+    assert f"its {name} is {value!r}, not" in refusal(load_huggingface, hf)
+
+
+@pytest.mark.parametrize("changes", [dict(vocab_size=2**40), dict(n_head=3), dict(n_layer=1)])
+def test_sizes_that_the_weights_do_not_have_are_refused(changes, hf):
+    change_config(hf, **changes)
+    assert "Copy or export the model again" in refusal(load_huggingface, hf)
+
+
+def test_a_config_that_is_none_is_refused(hf):
     (hf / "config.json").write_bytes(b"[]")
     assert "config.json" in refusal(load_huggingface, hf)
 
@@ -85,33 +104,40 @@ BAD_WEIGHTS = {
 }
 
 
-def test_weights_that_are_not_those_of_a_gpt2_are_refused(hf):
-    original = (hf / "model.safetensors").read_bytes()
-    for name, (change, reason) in BAD_WEIGHTS.items():
-        rewrite(hf, change)
-        assert reason in refusal(GPT.from_pretrained, hf), name
-        (hf / "model.safetensors").write_bytes(original)
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_weights_that_are_not_those_of_a_gpt2_are_refused(name, hf):
+    change, reason = BAD_WEIGHTS[name]
+    rewrite(hf, change)
+    assert reason in refusal(GPT.from_pretrained, hf)
+
+
+def test_weights_cut_short_are_refused(hf):
     os.truncate(hf / "model.safetensors", 5000)
     assert "Could not read the weights" in refusal(load_huggingface, hf)
 
 
-def test_pickles_are_read_where_there_is_nothing_else_and_no_code_in_them_is_run(hf, monkeypatch):
-    monkeypatch.chdir(hf)
-    expected, weights = read(hf), load_file("model.safetensors")
-    torch.save({"x": Touch(Path("touched"))}, "pytorch_model.bin")
+def test_a_pickle_is_read_where_there_is_nothing_else(hf):
+    expected = read(hf)
+    torch.save(load_file(hf / "model.safetensors"), hf / "pytorch_model.bin")
+    (hf / "model.safetensors").unlink()
     assert_same_tensors(read(hf), expected)
-    Path("model.safetensors").unlink()
+
+
+def test_no_code_in_a_pickle_is_run(hf, tmp_path):
+    torch.save({"x": Touch(tmp_path / "touched")}, hf / "pytorch_model.bin")
+    read(hf)  # the file beside it
+    (hf / "model.safetensors").unlink()
     assert "perhaps of code, which is never run" in refusal(load_huggingface, hf)
-    assert not Path("touched").exists()
-    torch.save(weights, "pytorch_model.bin")
-    assert_same_tensors(read(hf), expected)
+    assert not (tmp_path / "touched").exists()
 
 
 def test_openais_names_and_half_precision_are_read(hf):
     shape, expected = read(hf)
     weights = load_file(hf / "model.safetensors")
     # OpenAI's file has no "transformer." and holds the causal masks
-    plain = {name.removeprefix("transformer."): weight.bfloat16() for name, weight in weights.items()}
+    plain = {}
+    for name, weight in weights.items():
+        plain[name.removeprefix("transformer.")] = weight.bfloat16()
     plain["h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
     plain["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     plain["lm_head.weight"] = plain["wte.weight"].clone()
@@ -123,26 +149,60 @@ def test_openais_names_and_half_precision_are_read(hf):
 # ----- A folder's tokenizer -----------------------------------------------------------------------------
 
 
-def test_a_folder_is_read_with_its_own_tokenizer_or_gpt2s(hf, monkeypatch):
-    """A token that was added to GPT-2's, such as one for padding, only needs a row of the embedding."""
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: BYTES)  # GPT-2's is the one that the folder has
-    assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
-    fields = json.loads((hf / "tokenizer.json").read_text(encoding="utf-8"))
-    for path in hf.glob("tokenizer*"):
+@pytest.fixture
+def no_tables(hf, monkeypatch):
+    """The folder without its tokenizer.tiktoken, where GPT-2's tokenizer is the one of bytes that it has."""
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: BYTES)
+    for path in hf.glob("tokenizer.tiktoken*"):
         path.unlink()
-    for name, vocab_size in (("gpt2-medium", 50257), (hf, 50257), (hf, 50304)):
-        assert load_tokenizer(name, dict(vocab_size=vocab_size)) is BYTES
-    assert "with 50258 token ids, has its own tokenizer" in refusal(load_tokenizer, hf, dict(vocab_size=50258))
-    fields["added_tokens"].append(fields["added_tokens"][0] | {"id": 257, "content": "[PAD]"})
-    (hf / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
-    assert load_tokenizer(hf, dict(vocab_size=258)) is BYTES
-    fields["model"]["vocab"] |= {"a": 98, "b": 97}
-    (hf / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
-    assert "Only GPT-2's and those of this program are read" in refusal(load_tokenizer, hf, dict(vocab_size=258))
-    (hf / "tokenizer.json").write_text("{", encoding="utf-8")
-    assert "Could not read the tokenizer in" in refusal(load_tokenizer, hf, dict(vocab_size=258))
-    tokenizers.write_encoding(CHAT, hf / "tokenizer.tiktoken")
-    assert "room for 257 token ids, but tokenizer" in refusal(load_model, hf)
+    return hf
+
+
+def change_tokenizer(hf, vocab_size, **entries):
+    """Add entries to the vocabulary and tokens up to vocab_size, such as one for padding."""
+    path = hf / "tokenizer.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields["model"]["vocab"] |= entries
+    for i in range(257, vocab_size):
+        fields["added_tokens"].append(fields["added_tokens"][0] | {"id": i, "content": f"[PAD{i}]"})
+    path.write_text(json.dumps(fields), encoding="utf-8")
+
+
+def test_a_folder_is_read_with_its_own_tokenizer(hf):
+    assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
+
+
+@pytest.mark.parametrize("vocab_size", [50257, 50304])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_model_without_a_tokenizer_has_gpt2s_if_it_has_its_size(vocab_size, is_folder, no_tables):
+    for path in no_tables.glob("tokenizer*"):
+        path.unlink()
+    name = no_tables if is_folder else "gpt2-medium"
+    assert load_tokenizer(name, dict(vocab_size=vocab_size)) is BYTES
+    if is_folder:
+        told = refusal(load_tokenizer, name, dict(vocab_size=50258))
+        assert "with 50258 token ids, has its own tokenizer" in told
+
+
+def test_a_token_that_was_added_to_gpt2s_only_needs_a_row_of_the_embedding(no_tables):
+    change_tokenizer(no_tables, 258)
+    assert load_tokenizer(no_tables, dict(vocab_size=258)) is BYTES
+
+
+def test_another_tokenizer_than_gpt2s_is_refused(no_tables):
+    change_tokenizer(no_tables, 257, a=98, b=97)
+    told = refusal(load_tokenizer, no_tables, dict(vocab_size=257))
+    assert "Only GPT-2's and those of this program are read" in told
+
+
+def test_a_damaged_tokenizer_is_refused(no_tables):
+    (no_tables / "tokenizer.json").write_text("{", encoding="utf-8")
+    assert "Could not read the tokenizer in" in refusal(load_tokenizer, no_tables, dict(vocab_size=257))
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(no_tables):
+    tokenizers.write_encoding(CHAT, no_tables / "tokenizer.tiktoken")
+    assert "room for 257 token ids, but tokenizer" in refusal(load_model, no_tables)
 
 
 # ----- Export -------------------------------------------------------------------------------------------
@@ -183,8 +243,11 @@ def with_window(size, block_size):
     class Attention(CausalSelfAttention):
         def forward(self, x, cache=None):
             B, T, C = x.shape
-            q, k, v = (part.view(B, T, self.n_head, -1).transpose(1, 2) for part in self.c_attn(x).split(C, dim=2))
-            mask = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - size)
+            parts = self.c_attn(x).view(B, T, 3, self.n_head, -1)
+            q, k, v = parts.permute(2, 0, 3, 1, 4)
+            places = torch.arange(T)
+            distance = places[:, None] - places
+            mask = (distance >= 0) & (distance < size)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -205,7 +268,11 @@ def with_vector_where(condition, block_size):
     """A model that adds a vector to the embeddings of some ids (B, T)."""
     model = tiny_model(vocab_size=257, block_size=block_size)
     vector = torch.randn(32) / 4
-    model.transformer.wte.register_forward_hook(lambda wte, args, x: x + condition(*args)[..., None] * vector)
+
+    def add(wte, args, x):
+        return x + condition(*args)[..., None] * vector
+
+    model.transformer.wte.register_forward_hook(add)
     return model
 
 
@@ -287,17 +354,34 @@ TALK = [
 ]
 
 
-def test_transformers_renders_a_chat_as_smoltalk_does_and_generates_to_the_end_of_a_turn(tmp_path):
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """(transformers' tokenizer, transformers' model) of the export of a chat model that answers "ok"."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    export_huggingface(parrot_model(), CHAT, tmp_path / "hf")
-    theirs, model = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoTokenizer, AutoModelForCausalLM))
+    hf = tmp_path_factory.mktemp("chat") / "hf"
+    export_huggingface(parrot_model(), CHAT, hf)
+    return AutoTokenizer.from_pretrained(hf), AutoModelForCausalLM.from_pretrained(hf)
+
+
+def test_transformers_renders_a_chat_as_smoltalk_does(chat):
+    theirs, _ = chat
     ids = tokenizers.render_conversation(TALK, CHAT)[0]
     assert theirs.apply_chat_template(TALK)["input_ids"] == ids
-    prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt")
-    assert prompt["input_ids"][0].tolist() == ids + [CHAT.encode_single_token("<|assistant|>")]
+    prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True)["input_ids"]
+    assert prompt == [*ids, CHAT.encode_single_token("<|assistant|>")]
+
+
+def test_a_role_that_smoltalk_does_not_know_is_an_error(chat):
     with pytest.raises(Exception, match="The role tool is not"):
-        theirs.apply_chat_template([{"role": "tool", "content": "x"}])
+        chat[0].apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_transformers_generates_to_the_end_of_a_turn(chat):
+    theirs, model = chat
+    prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt")
     assert model.generation_config.eos_token_id == [256, CHAT.encode_single_token("<|end|>")]
-    out = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert theirs.decode(out) == "ok<|end|>" and theirs.decode(out, skip_special_tokens=True) == "ok"
+    ids = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
+    answer = ids[prompt["input_ids"].shape[1] :]
+    assert theirs.decode(answer) == "ok<|end|>"
+    assert theirs.decode(answer, skip_special_tokens=True) == "ok"
