@@ -54,43 +54,59 @@ def folder(good, tmp_path, monkeypatch):
     return tmp_path / "folder"
 
 
-def error_of_run(folder, **changes):
+def error_of_run(folder, *words, **changes):
     """The one line of a run that is refused and leaves everything as it is."""
     before = listing(folder)
-    line = refused(train_gpt2.main, *tiny_flags(**dict(data="data", out_dir="out") | OPTIONS | changes))
+    options = dict(data="data", out_dir="out") | OPTIONS | changes
+    line = refused(train_gpt2.main, *tiny_flags(**options), *words)
     assert listing(folder) == before and not (folder / "touched").exists()
     return line
 
 
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        # all complaints together
-        (
-            dict(n_embd=33, val_tokens=1, total_batch_size=1000, max_lr=0.0, beta2=1.0),
-            ["--max-lr is 0.0,", "--beta2 is 1.0,", "--n-head 3", "--n-embd 32", "--val-tokens", "multiple of 16"],
-        ),
-        (dict(sequence_length=64, batch_size=2), ["--sequence-length 64", "--block-size 32"]),
-        (dict(val_every=-5), ["--val-every is -5", "0 or more"]),
-        pytest.param(dict(dtype="fp8", n_embd=40), ["multiples of 16", "(320, 40)"], marks=needs("float8")),
-        (dict(vocab_size=200), ["room for 200 token ids", "--vocab-size of 257 or more"]),
-        (dict(device="tpu"), ["no device 'tpu'"]),
-        pytest.param(dict(device="cuda"), ["no device 'cuda'", "--device"], marks=needs_no_gpu),
-        (dict(data="nowhere"), ["no train shards in nowhere. ", "make them: python fineweb.py --input FILES"]),
-        (dict(init_from="gpt2-medim"), ["Did you mean gpt2-medium?"]),
-        (dict(init_from="gpt2-large"), ["network"]),
-        (dict(init_from="run", n_embd=64), ["--n-embd is 64, but the weights that the run starts from have 32"]),
-        (
-            dict(out_dir="run", max_lr=0.1, seed=7),
-            ["(seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"],
-        ),
-        (dict(n_embd=2**20), ["model is too large", "Use a smaller model"]),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_configuration_that_cannot_be(changes, said, folder):
-    line = error_of_run(folder, **changes)
+# what is typed, and what is said of it
+CONFIGURATIONS = [
+    ("--sequence-length 64 --batch-size 2", "--sequence-length 64", "--block-size 32"),
+    ("--val-every -5", "--val-every is -5", "0 or more"),
+    ("--n-embd 33", "--n-embd 33 is not a multiple of --n-head 2", "--n-head 3", "--n-embd 32"),
+    ("--beta1 1", "--beta1 is 1.0", "below 1"),
+    ("--beta2 -0.5", "--beta2 is -0.5", "0 or more"),
+    ("--muon-momentum 1.5", "--muon-momentum is 1.5"),
+    ("--decay-fraction 1.5", "--decay-fraction is 1.5", "between 0 and 1"),
+    ("--decay-fraction nan", "--decay-fraction is nan"),
+    ("--preset chat", "--preset chat fine-tunes a model", "--init-from"),
+    ("--batch-ramp 1000 --total-batch-size 131200", "steps of 32,768 tokens", "--total-batch-size"),
+    ("--data ./data", "--data names a folder twice: data ./data"),
+    ("--data-weights 1 1", "--data-weights is 1.0 1.0", "a share for each folder"),
+    ("--data-weights 0", "not all 0"),
+    ("--data-weights -1", "0 or more"),
+    ("--passes 2", "--passes and --max-steps both"),
+    ("--passes 2 --data-weights 1", "--max-steps instead"),
+    ("--init-from run --n-embd 64", "--n-embd is 64, but the weights that the run starts from have 32"),
+    ("--init-from run --n-layer 3", "--n-layer is 3"),
+    ("--init-from run --n-head 4", "--n-head is 4"),
+    ("--vocab-size 200", "room for 200 token ids", "257 or more"),
+    ("--device tpu", "no device 'tpu'"),
+    ("--data nowhere", "no train shards in nowhere. ", "make them: python fineweb.py --input FILES"),
+    ("--init-from gpt2-medim", "Did you mean gpt2-medium?"),
+    ("--init-from gpt2-large", "network"),
+    ("--out-dir run --max-lr 0.1 --seed 7", "(seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"),
+    (f"--n-embd {2**20}", "model is too large", "Use a smaller model"),
+    pytest.param(("--dtype fp8 --n-embd 40", "multiples of 16", "(320, 40)"), marks=needs("float8")),
+    pytest.param(("--device cuda", "no device 'cuda'", "--device"), marks=needs_no_gpu),
+]
+
+
+@pytest.mark.parametrize("typed_and_said", CONFIGURATIONS, ids=lambda texts: texts[0])
+def test_a_configuration_that_cannot_be(typed_and_said, folder):
+    typed, *said = typed_and_said
+    line = error_of_run(folder, *typed.split())
     assert all(text in line for text in said), line
+
+
+def test_all_complaints_are_said_together(folder):
+    line = error_of_run(folder, n_embd=33, val_tokens=1, total_batch_size=1000, max_lr=0.0, beta2=1.0)
+    for text in ("--max-lr is 0.0,", "--beta2 is 1.0,", "--n-embd 33", "--val-tokens", "multiple of 16"):
+        assert text in line
 
 
 @pytest.mark.parametrize(
@@ -109,16 +125,26 @@ def test_a_shard_that_is_none(content, said, folder):
     assert said in line and path.name in line, line
 
 
-def test_shards_that_lack_a_split_are_not_complete_or_lack_their_tokenizer_and_an_out_dir_that_is_a_file(folder):
-    (folder / "data" / "tiny_val_000000.npy").rename(folder / "elsewhere.npy")
+METAS = {
+    '{"tokenizer": "bytes", "complete": false}': "not complete",
+    '{"tokenizer": "my-1a2b3c4d"}': "tokenizer.tiktoken",
+}
+
+
+@pytest.mark.parametrize("meta", METAS)
+def test_shards_that_are_not_complete_or_lack_their_tokenizer(meta, folder):
+    (folder / "data" / "meta.json").write_text(meta, encoding="utf-8")
+    assert METAS[meta] in error_of_run(folder)
+
+
+def test_shards_that_lack_a_split(folder):
+    (folder / "data" / "tiny_val_000000.npy").unlink()
     assert "no val shards in data" in error_of_run(folder)
-    (folder / "elsewhere.npy").rename(folder / "data" / "tiny_val_000000.npy")
-    (folder / "data" / "meta.json").write_text('{"tokenizer": "bytes", "complete": false}', encoding="utf-8")
-    assert "not complete" in error_of_run(folder)
-    (folder / "data" / "meta.json").write_text('{"tokenizer": "my-1a2b3c4d"}', encoding="utf-8")
-    assert "tokenizer.tiktoken" in error_of_run(folder)
-    for out_dir in ("data/meta.json", "data/meta.json/out"):
-        assert "meta.json" in error_of_run(folder, out_dir=out_dir)
+
+
+@pytest.mark.parametrize("out_dir", ["data/meta.json", "data/meta.json/out"])
+def test_an_out_dir_that_is_a_file(out_dir, folder):
+    assert "meta.json" in error_of_run(folder, out_dir=out_dir)
 
 
 def test_gpt2s_shards_without_tables_and_without_a_network(folder, monkeypatch):
