@@ -36,7 +36,14 @@ def measure(tmp_path, monkeypatch):
     monkeypatch.setattr("bench.measure.ROWS_ON_CPU", 48)  # the peak itself is of no interest here
     (tmp_path / "model.py").write_text(PEER, encoding="utf-8")
     examples, file = examples_file(tmp_path, [f"A man stands {i}" for i in range(12)]), tmp_path / "numbers.json"
-    common = dict(settings=TINY, device="cpu", rounds=1, json=file, tokenizer="bytes", hellaswag=examples)
+    common = dict(
+        settings=TINY,
+        device="cpu",
+        rounds=1,
+        json=file,
+        tokenizer="bytes",
+        hellaswag=examples,
+    )
 
     def call(what, *args, **options):
         file.unlink(missing_ok=True)
@@ -100,7 +107,11 @@ def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(measure):
 @pytest.mark.gpt2
 def test_sample_gives_the_same_tokens_on_every_side(measure):
     numbers = measure("sample", settings=f"{TINY},block_size=16", max_new_tokens=12, num_samples=2)
-    assert numbers["same_tokens"] == {"sample.py": True, "without a cache": True, "transformers": True}
+    assert numbers["same_tokens"] == {
+        "sample.py": True,
+        "without a cache": True,
+        "transformers": True,
+    }
     assert numbers["tok_per_s"] > 0
 
 
@@ -108,9 +119,17 @@ def test_a_side_that_does_twice_the_work_in_the_same_time_has_a_ratio_of_a_half(
     """A ratio is of times per token; and it is the median of the rounds, in which a third side is ever slower."""
     monkeypatch.setattr(bench.measure, "timed", lambda side: (side(), None))  # what a side returns is its time
     # the first of the times is the warm-up's
-    times = {"ours": [9, 2, 4, 6], "twice": [9, 2, 4, 6], "slower": [9, 2, 12, 36]}
+    times = {
+        "ours": [9, 2, 4, 6],
+        "twice": [9, 2, 4, 6],
+        "slower": [9, 2, 12, 36],
+    }
     sides = {name: iter(each).__next__ for name, each in times.items()}
-    work = {"ours": 8, "twice": 16, "slower": 8}
+    work = {
+        "ours": 8,
+        "twice": 16,
+        "slower": 8,
+    }
     numbers, _ = bench.measure.measure(sides, 3, work, unit="tok")
     assert {name: side["ratio"] for name, side in numbers["sides"].items()} == dict(ours=1, twice=0.5, slower=3)
     assert numbers["ratio"] == 0.5 and numbers["tok_per_s"] == 8 / 4

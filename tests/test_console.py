@@ -101,7 +101,14 @@ def test_the_time_left_counts_evaluations_and_is_smooth_and_readable(data, tmp_p
         assert abs(left[step - 1] - left[step] - 1.5) < 20
 
 
-STEP = train_gpt2.Step(loss=10.98123, norm=12.3456, lr=1.2e-3, tokens=128, stop=False, scalars={})
+STEP = train_gpt2.Step(
+    loss=10.98123,
+    norm=12.3456,
+    lr=1.2e-3,
+    tokens=128,
+    stop=False,
+    scalars={},
+)
 
 
 @pytest.mark.parametrize("mfu", [0.0, 0.47])

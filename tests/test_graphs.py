@@ -32,10 +32,27 @@ def test_a_graph_for_the_batch_one_for_a_whole_ramp_and_none_for_evaluations_or_
 
     A resumed run, which is past it, compiles for the trial's alone. The losses are those without a compiler.
     """
-    options = dict(n_layer=1, n_embd=16, sequence_length=32, max_steps=4, compile=True, checkpoint_every=0)
-    options |= dict(total_batch_size=1024, batch_size=32, val_every=1, val_tokens=1024, hellaswag_every=1)
+    options = dict(
+        n_layer=1,
+        n_embd=16,
+        sequence_length=32,
+        max_steps=4,
+        compile=True,
+        checkpoint_every=0,
+    )
+    options |= dict(
+        total_batch_size=1024,
+        batch_size=32,
+        val_every=1,
+        val_tokens=1024,
+        hellaswag_every=1,
+    )
     options |= dict(sample_every=1, hellaswag_data=examples_file(tmp_path, ["a cat", "The dog sat", "hi"]))
-    ramp = {0: 4, 4 * 32: 12, 16 * 32: 20}  # {tokens seen: windows}, in place of one of 32K tokens
+    ramp = {
+        0: 4,
+        4 * 32: 12,
+        16 * 32: 20,
+    }  # {tokens seen: windows}, in place of one of 32K tokens
     monkeypatch.setattr(train_gpt2, "get_batch_size", lambda tokens_seen, config: 32 * ramp.get(tokens_seen, 32))
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))

@@ -22,9 +22,24 @@ ENC = tokenizers.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in a
 ROOF = ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "pulls up the roofing on a roof."]
 CAFE = ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "sleeps."]
 EXAMPLES = [
-    dict(activity_label="Roofing", ctx="A man is on a roof. he", label=3, endings=ROOF),
-    dict(activity_label="Caf\u00e9", ctx="Zo\u00eb orders a caf\u00e9 cr\u00e8me. she", label=0, endings=CAFE),
-    dict(activity_label="X", ctx="x", label=1, endings=["a", "bb", "ccc", "dddd"]),
+    dict(
+        activity_label="Roofing",
+        ctx="A man is on a roof. he",
+        label=3,
+        endings=ROOF,
+    ),
+    dict(
+        activity_label="Caf\u00e9",
+        ctx="Zo\u00eb orders a caf\u00e9 cr\u00e8me. she",
+        label=0,
+        endings=CAFE,
+    ),
+    dict(
+        activity_label="X",
+        ctx="x",
+        label=1,
+        endings=["a", "bb", "ccc", "dddd"],
+    ),
 ]
 
 
@@ -54,7 +69,12 @@ class Planted(nn.Module):
 E_ACUTE = "\u00e9"  # one character, two bytes: c3 a9
 SUCCESSORS = ["x ", " a", "aa", "\xc3\xa9", "\xa9\xc3"]
 # in bits: 10 for 2 tokens; 17 for 9 tokens of 4 characters; 13 for 5 tokens of 4 characters; 11 for 3 tokens of 2
-WINNERS = {"activity_label": "", "ctx": "x", "label": 1, "endings": ["b", E_ACUTE * 4, "aaab", "ac"]}
+WINNERS = {
+    "activity_label": "",
+    "ctx": "x",
+    "label": 1,
+    "endings": ["b", E_ACUTE * 4, "aaab", "ac"],
+}
 
 
 @pytest.mark.parametrize("padding", [0.0, 100.0])
@@ -65,7 +85,12 @@ def test_winners_computed_by_hand_whatever_the_logits_of_the_vocabularys_padding
     assert bits[0] == pytest.approx([10, 17, 13, 11], rel=1e-5)
     assert bits[1] == pytest.approx([10 / 2, 17 / 9, 13 / 5, 11 / 3], rel=1e-5)
     assert bits[2] == pytest.approx([10 / 1, 17 / 4, 13 / 4, 11 / 2], rel=1e-5)
-    assert evaluate(model, [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
+    assert evaluate(model, [example], ENC.n_vocab) == Counts(
+        n=1,
+        acc=0,
+        acc_norm=1,
+        acc_char=0,
+    )
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
@@ -109,9 +134,22 @@ def test_in_training_no_batch_has_more_tokens_than_one_of_training(B, T, data, t
 
     compute = train_gpt2.GPT.hidden_states
     file = examples_file(tmp_path, ["A man is on a roof. he", "x", "She orders a coffee and"] * 4)
-    options = dict(block_size=T, sequence_length=T, batch_size=B, total_batch_size=B * T, val_tokens=T)
+    options = dict(
+        block_size=T,
+        sequence_length=T,
+        batch_size=B,
+        total_batch_size=B * T,
+        val_tokens=T,
+    )
     with patched(train_gpt2, "evaluate_hellaswag", evaluate_and_record) as evaluate_plainly:
-        train(data, tmp_path / "out", hellaswag_every=1, hellaswag_data=file, max_steps=0, **options)
+        train(
+            data,
+            tmp_path / "out",
+            hellaswag_every=1,
+            hellaswag_data=file,
+            max_steps=0,
+            **options,
+        )
     assert max(rows for rows, _ in shapes) > 4
     assert all(rows == 4 or rows * length <= B * T for rows, length in shapes)
 
@@ -140,14 +178,25 @@ HARNESS = [
 
 @pytest.mark.parametrize("fields, expected", HARNESS)
 def test_text_of_the_harness(fields, expected):
-    example = {"activity_label": "High jump", "endings": ["[substeps] Leap.  High."] * 4, **fields}
+    example = {
+        "activity_label": "High jump",
+        "endings": ["[substeps] Leap.  High."] * 4,
+        **fields,
+    }
     context, endings = harness_text(example)
     assert context == expected
     assert endings[0] == " Leap. High."
 
 
 def test_the_blank_that_a_removed_mark_leaves_belongs_to_the_endings_as_in_the_harness():
-    example = dict(activity_label="X", ctx="", ctx_a="Run fast. [step]", ctx_b="", label=0, endings=["Leap."] * 4)
+    example = dict(
+        activity_label="X",
+        ctx="",
+        ctx_a="Run fast. [step]",
+        ctx_b="",
+        label=0,
+        endings=["Leap."] * 4,
+    )
     rendered = render_example(example, ENC, harness=True)
     assert (bytes(rendered.context), bytes(rendered.endings[0])) == (b"X: Run fast.", b"  Leap.")
 

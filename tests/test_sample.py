@@ -127,7 +127,12 @@ def test_a_character_of_many_bytes_is_printed_when_it_is_whole():
 @pytest.mark.gpt2
 def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_path, capsys):
     path = save(tmp_path / "model", model)
-    command = flags(model=path, temperature=0, max_new_tokens=40, device="cpu")
+    command = flags(
+        model=path,
+        temperature=0,
+        max_new_tokens=40,
+        device="cpu",
+    )
     assert status_of(sample.main, ["Hello", *command]) == 0
     expected = greedy_without_cache(model, PROMPT, 40)
     text = harmless(BYTES.decode(expected[: expected.index(256)] if 256 in expected else expected))
@@ -184,7 +189,12 @@ def test_the_oldest_messages_are_dropped_when_the_block_is_full():
 
 @pytest.mark.gpt2
 def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_path, monkeypatch, capsys):
-    options = flags(chat=True, device="cpu", temperature=0, max_new_tokens=5)
+    options = flags(
+        chat=True,
+        device="cpu",
+        temperature=0,
+        max_new_tokens=5,
+    )
 
     def chat(model, lines, enc=CHAT):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -215,9 +225,23 @@ def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_pa
 
 @pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
-    path = save(tmp_path / "model", tiny_model(n_layer=4, n_embd=64, block_size=1024, vocab_size=320), CHAT)
+    path = save(
+        tmp_path / "model",
+        tiny_model(
+            n_layer=4,
+            n_embd=64,
+            block_size=1024,
+            vocab_size=320,
+        ),
+        CHAT,
+    )
     command = [sys.executable, ROOT / "sample.py"]
-    command += flags(chat=True, model=path, max_new_tokens=1000, device="cpu")
+    command += flags(
+        chat=True,
+        model=path,
+        max_new_tokens=1000,
+        device="cpu",
+    )
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     process.stdin.write(b"hi\n")

@@ -66,7 +66,13 @@ def gpu(tmp_path_factory, request):
 def all_flags(folder, out_dir, **changes):
     """A run that does everything."""
     data = examples_file(folder.parent, ["a cat", "The dog sat", "hi"])
-    options = dict(device="cuda", hellaswag_every=6, hellaswag_data=data, sample_every=6, sample_prompt="abc")
+    options = dict(
+        device="cuda",
+        hellaswag_every=6,
+        hellaswag_data=data,
+        sample_every=6,
+        sample_prompt="abc",
+    )
     return tiny_flags(folder, out_dir, **options | changes)
 
 
@@ -101,7 +107,12 @@ def test_a_run_with_everything(gpu, name, folder, tmp_path):
 def test_a_stop_its_continuation_and_a_branch_are_the_run_bit_for_bit(gpu, folder, tmp_path):
     """In float16, whose gradient scaler has a state of its own."""
     names = ("whole", "stopped", "branch")
-    changes = dict(dtype="float16", optimizer="muon", hellaswag_every=0, sample_every=0)
+    changes = dict(
+        dtype="float16",
+        optimizer="muon",
+        hellaswag_every=0,
+        sample_every=0,
+    )
     whole, stopped, branch = [all_flags(folder, tmp_path / name, **changes) for name in names]
     assert gpu(train_gpt2.main, whole)[0] == 0
     assert gpu(signalled, 5, "SIGTERM", 1, 0, stopped)[0] == 0
@@ -132,7 +143,14 @@ def test_b_is_halved_until_it_fits(gpu, folder, tmp_path):
         n_layer=1, n_embd=256, block_size=256, sequence_length=256, batch_size=8, total_batch_size=16 * 256
     )
     for megabytes, B, halvings in ((100, 8, 0), (50, 4, 1), (38, 2, 2)):
-        args = tiny_flags(folder, tmp_path / f"{B}", device="cuda", compile=True, max_steps=2, **options)
+        args = tiny_flags(
+            folder,
+            tmp_path / f"{B}",
+            device="cuda",
+            compile=True,
+            max_steps=2,
+            **options,
+        )
         status, said = gpu(train_uncompiled, args, gib=megabytes * 1e6 / 2**30)
         assert status == 0 and f"B {B} *" in said and said.count("Out of memory") == halvings, said
         assert np.allclose(losses(tmp_path / f"{B}"), losses(tmp_path / "8"), atol=1e-5, rtol=0)
@@ -197,7 +215,12 @@ def train_and_count_waits(args):
 
 def test_the_host_waits_once_per_step_and_never_in_the_loader(gpu, folder, tmp_path):
     """For the loss, the norm and the signals, which it reads in one copy; neither Muon nor AdamW waits."""
-    options = dict(device="cuda", max_steps=4, optimizer="muon", dtype="bfloat16")
+    options = dict(
+        device="cuda",
+        max_steps=4,
+        optimizer="muon",
+        dtype="bfloat16",
+    )
     _, said = gpu(train_and_count_waits, tiny_flags(folder, tmp_path / "out", **options))
     found = json.loads(said.splitlines()[-1])
     assert found["step"] == [1] * 4
@@ -225,7 +248,13 @@ def train_as_local_rank(rank, args):
 @pytest.mark.parametrize("cards, build, changes, words", DECISIONS, ids=lambda value: str(value)[:20])
 def test_what_is_decided_on_a_gpu(gpu, cards, build, changes, words, tmp_path):
     """By the last of several ranks on this machine."""
-    options = dict(dry_run=True, compile=False, device="cuda", data="none", out_dir=tmp_path / "out")
+    options = dict(
+        dry_run=True,
+        compile=False,
+        device="cuda",
+        data="none",
+        out_dir=tmp_path / "out",
+    )
     args = flags(**options, **changes)
     _, said = gpu(train_as_local_rank, len(cards) - 1, args, cards=cards, build=build)
     assert all(text in said for text in words), said
@@ -256,7 +285,13 @@ def train_with_less(name, args):
 
 @pytest.mark.parametrize("name", LESS)
 def test_what_fails_on_a_gpu_is_given_up_alone_with_one_warning(gpu, name, data, tmp_path):
-    options = dict(device="cuda", compile=name != "attention", max_steps=2, block_size=128, sequence_length=128)
+    options = dict(
+        device="cuda",
+        compile=name != "attention",
+        max_steps=2,
+        block_size=128,
+        sequence_length=128,
+    )
     args = tiny_flags(data, tmp_path / "out", **options)
     status, said = gpu(train_with_less, name, args)
     assert status == 0 and re.findall(r"step failed with (.*) \(", said) == LESS[name][-1], said
