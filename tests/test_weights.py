@@ -107,8 +107,10 @@ def test_longer_sequences_begin_with_the_position_embeddings_once_more(data, tmp
     )
     wpe, wte = (first[f"transformer.{name}.weight"] for name in ("wpe", "wte"))
     close = dict(rtol=0, atol=1e-6)
-    torch.testing.assert_close(long["transformer.wpe.weight"], torch.cat([wpe, wpe, wpe[:16]]), **close)
-    torch.testing.assert_close(long["lm_head.weight"], torch.cat([wte, wte.mean(0).expand(64, -1)]), **close)
+    longer = torch.cat([wpe, wpe, wpe[:16]])
+    torch.testing.assert_close(long["transformer.wpe.weight"], longer, **close)
+    wider = torch.cat([wte, wte.mean(0).expand(64, -1)])
+    torch.testing.assert_close(long["lm_head.weight"], wider, **close)
     torch.testing.assert_close(short["transformer.wpe.weight"], wpe[:16], **close)
     torch.testing.assert_close(short["transformer.wte.weight"], wte, **close)
 
@@ -146,8 +148,12 @@ def peers(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "get_encoding", lambda name: types.SimpleNamespace(name=name, n_vocab=50257))
     shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
     weights = tiny_model(**shape).state_dict()
-    wrapped = {f"module._orig_mod.{name}": w for name, w in weights.items() if not name.endswith("bias")}
-    nanogpt = {"model": wrapped, "model_args": shape | {"bias": False, "dropout": 0.0}, "iter_num": 5, "config": {}}
+    wrapped = {}
+    for name, weight in weights.items():
+        if not name.endswith("bias"):
+            wrapped[f"module._orig_mod.{name}"] = weight
+    nanogpt = {"model": wrapped, "iter_num": 5, "config": {}}
+    nanogpt["model_args"] = shape | {"bias": False, "dropout": 0.0}
     torch.save(nanogpt, tmp_path / "ckpt.pt")
     config = GPTConfig()
     vars(config).update(shape)
@@ -238,7 +244,9 @@ def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, m
 def test_nothing_of_a_run_stays_in_the_process_that_has_called_main(data, tmp_path, monkeypatch):
     """No tensor, no handler of signals; an error while the folder is opened leaves nothing behind, either."""
     monkeypatch.setattr(gc, "freeze", lambda: None)  # in the tests what is frozen stays so
-    numbers, alive, handlers = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)), [], []
+    numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)]
+    alive = []
+    handlers = []
     (tmp_path / "run" / "run.txt").mkdir(parents=True)
     (tmp_path / "samples").mkdir()
     (tmp_path / "mine.txt").touch()
@@ -265,6 +273,14 @@ def test_from_python_the_command_is_that_of_what_was_passed(data, tmp_path, monk
         line for line in (tmp_path / "out" / "run.txt").read_text().splitlines() if line.startswith("command: ")
     ]
     assert shlex.split(line)[1:] == command
+
+
+def test_a_run_from_before_a_setting_existed_continues_with_its_default(data, tmp_path):
+    train(data, tmp_path / "out", max_steps=4)
+    for path in (tmp_path / "out").glob("model_*.pt"):
+        change_checkpoint(path, lambda content: content["config"].pop("muon_momentum"))
+    train(data, tmp_path / "longer", branch_from=tmp_path / "out", max_steps=6)
+    assert "is finished after 4 steps" in train(data, tmp_path / "out", max_steps=4)
 
 
 def test_a_vocabulary_that_was_typed_is_not_another_one(data, tmp_path):
