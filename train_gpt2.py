@@ -746,9 +746,10 @@ def mean_over_folders(losses: list[ValLoss], parts: Parts) -> ValLoss:
         weights = parts.loader.order.shares
     else:
         weights = [loader.num_windows for loader in parts.val_loaders]
-    shares = [weight / sum(weights) for weight in weights]
-    loss = sum(share * each.loss for share, each in zip(shares, losses))
-    bits_per_byte = sum(share * each.bits_per_byte for share, each in zip(shares, losses))
+    # a folder without a share may have no targets, and so no loss
+    counted = [(weight / sum(weights), each) for weight, each in zip(weights, losses) if weight]
+    loss = sum(share * each.loss for share, each in counted)
+    bits_per_byte = sum(share * each.bits_per_byte for share, each in counted)
     return ValLoss(loss, bits_per_byte)
 
 
@@ -987,7 +988,8 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) 
         vocab_size = inherited.get("vocab_size", 0)
         if enc is None:  # a dry run before there are data
             vocab_size = vocab_size or preset.vocab_size
-        elif c.max_steps or not vocab_size:  # an evaluation takes the weights as they are
+        # a run that continues, a branch and an evaluation keep the rows that their weights have
+        elif not vocab_size or (c.max_steps and "seed" not in inherited):
             vocab_size = max(vocab_size, math.ceil(enc.n_vocab / 64) * 64)  # 50,304 for 50,257
     dtype = choose_dtype(c.dtype, world.device, is_wide=c.n_embd >= 128)
     c = dataclasses.replace(c, vocab_size=vocab_size, dtype=dtype, shard=c.shard and world.size > 1)

@@ -131,6 +131,47 @@ def test_a_branch_keeps_a_count_beside_a_setting_that_it_changes(data, tmp_path)
     assert (group["k"], group["weight_decay"], group["betas"]) == (12, 0.3, (0.5, 0.95))
 
 
+def test_a_branch_changes_the_rate_of_an_optimizer_that_keeps_another_one_inside(data, tmp_path):
+    path = changed_trainer(tmp_path / "train_gpt2.py", OPTIMIZERS["Inside"])
+    run(train_changed, path, tiny_flags(data, tmp_path / "parent", **CONSTANT))
+    branch = dict(branch_from=tmp_path / "parent" / "model_00008.pt", weight_decay=0.3, max_lr=1e-4)
+    run(train_changed, path, tiny_flags(data, tmp_path / "branch", **CONSTANT | branch))
+    group = load_checkpoint(tmp_path / "branch" / "model_00012.pt")["optimizer"][0]["inner"]["param_groups"][0]
+    assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (pytest.approx(1e-4), 1e-4, 0.3)
+
+
+COUNTS = {  # in the groups, and changed by each step
+    "a number of NumPy's": ("np.int64(0)", "group['k'] + 1"),
+    "nan": ("float('nan')", "1.0 if group['k'] != group['k'] else group['k'] + 1"),
+    "tensors in a list": ("[torch.zeros(2), torch.zeros(3)]", "[each + 1 for each in group['k']]"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_of_any_kind_continues_where_a_run_does(name, data, tmp_path):
+    first, following = COUNTS[name]
+    counting = f"""
+
+class Counting(torch.optim.AdamW):
+    def step(self):
+        for group in self.param_groups:
+            group["k"] = {following}
+        super().step()
+"""
+    edits = {
+        CONFIGURE: counting + CONFIGURE,
+        ADAMW: ADAMW.replace("torch.optim.AdamW", "Counting"),
+        MADE: f"    for group in groups:\n        group['k'] = {first}\n" + MADE,
+    }
+    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+    run(train_changed, path, tiny_flags(data, tmp_path / "whole"))
+    args = tiny_flags(data, tmp_path / "stopped")
+    run(in_changed, path, signalled, 5, "SIGTERM", 1, 0, args)
+    run(train_changed, path, args)
+    states = [load_checkpoint(tmp_path / out / "model_00012.pt")["optimizer"] for out in ("whole", "stopped")]
+    assert_same_tensors(*states)
+
+
 def without_norms(path):
     """The trainer for a model without biases and without weights of norms: all its parameters are matrices."""
     edits = {

@@ -160,12 +160,24 @@ REFUSED = {
 }
 
 
+NORMALIZED = "        with torch.no_grad():\n            self.c_fc.weight.copy_(F.normalize(self.c_fc.weight))\n"
+REFUSED["weights that the forward pass writes"] = (
+    {"    def forward(self, x):\n": "    def forward(self, x):\n" + NORMALIZED},
+    "writes into transformer.h.0.mlp.c_fc.weight",
+)
+OWN = "    scaler = torch.amp"
+REFUSED["a copy of the model"] = (
+    {OWN: '    own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)\n' + OWN},
+    "does not support deepcopy",
+)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_cannot_share_out_is_one_line_before_the_first_step(name, folder, tmp_path):
     edits, words = REFUSED[name]
     path = changed_trainer(tmp_path / "train_gpt2.py", edits)
     said, _ = run(train_changed, path, tiny_flags(folder, tmp_path / "out", shard=True), ranks=2, ends=[2, 2])
-    assert words in error_in(said) and "leave --shard out" in error_in(said)
+    assert words in error_in(said) and "eave --shard out" in error_in(said)
     assert not list((tmp_path / "out").glob("*"))
 
 

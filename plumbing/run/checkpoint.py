@@ -15,7 +15,7 @@ import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from plumbing.cli.console import UserError, first_line, note, quote
 from plumbing.data import tokenizers
@@ -47,7 +47,8 @@ class Checkpoint(TypedDict):
     tokenizer: str  # its name
     tokenizer_file: str  # all of it, as tokenizers.dumps gives it; "" is GPT-2's
     step: int  # updates so far
-    optimizer: list[dict[str, Any]]  # the state dict of each optimizer, and its class
+    optimizer: list[dict[str, Any]]  # the state dict of each optimizer
+    groups: list[str]  # their groups and the parameters in them, in words
     made: Made
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
     loader: dict[str, Any]  # the position in the training data, and what fixes their order
@@ -193,11 +194,28 @@ def check_own(own: Mapping[str, Any]) -> None:
             )
 
 
+def check_sharded(state: dict[str, Any]) -> None:
+    """Raise UserError if a resume could not share out this training state again."""
+    for optimizer in state["optimizer"]:
+        if "state" not in optimizer:
+            raise UserError(
+                "--shard needs optimizers whose state_dict() has state and param_groups, as torch's have. This one has "
+                f"{', '.join(map(str, optimizer))}. Leave --shard out."
+            )
+    for name, values in state["own"].items():
+        if any(hasattr(leaf, "placements") for leaf in tree_flatten(values)[0]):
+            raise UserError(
+                f"Parts.own[{name!r}] has shares of the model's weights, which no resume could share out again. Leave "
+                "it out, or train without --shard."
+            )
+
+
 def training_state(parts: Any) -> dict[str, Any]:
     """The state of the trainer's `parts`, which `restore_state` reads again."""
     return {
         "model": parts.raw_model.state_dict(),
-        "optimizer": [each.state_dict() | {"class": type(each).__name__} for each in parts.optimizers],
+        "optimizer": [each.state_dict() for each in parts.optimizers],
+        "groups": places_in(parts.optimizers),
         "scaler": parts.scaler.state_dict(),
         "loader": parts.loader.state_dict(),
         "val_fingerprint": " ".join(loader.order.fingerprint for loader in parts.val_loaders),
@@ -222,7 +240,7 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
     if saved["val_fingerprint"] != now["val_fingerprint"]:
         said = "The validation data are not the parent's, so losses cannot be compared with its own."
         different["other validation data"] = said
-    groups = first_difference(places_in(saved["optimizer"]), places_in(now["optimizer"]))
+    groups = first_difference(saved["groups"], now["groups"])
     if groups:
         said = f"The optimizers start without the parent's averages of gradients: it has {groups}."
         different[f"other optimizers, where it has {groups}"] = said
@@ -241,8 +259,7 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
             if config.shard:
                 from plumbing.system import sharding  # takes a second to import
 
-                parameters = parameters_of(optimizer)
-                state = state | {"state": sharding.share_out_state(state["state"], parameters, parts.world)}
+                state = sharding.share_out_state(state, parameters_of(optimizer), parts.world)
             load_optimizer(optimizer, state, then=then, now=now_made)
     if parts.scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         parts.scaler.load_state_dict(saved["scaler"])
@@ -259,13 +276,13 @@ def first_difference(saved: list[str], now: list[str]) -> str:
     return ""
 
 
-def places_in(states: list[dict[str, Any]]) -> list[str]:
+def places_in(optimizers: list[Any]) -> list[str]:
     """A text for each group and each parameter in it, in the order of the optimizers."""
     texts = []
-    for state in states:
-        for number, group in enumerate(state.get("param_groups", [])):
-            place = f"group {number} of {state['class']}"
-            names = group.get("param_names", group["params"])  # parameters may have no names
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            place = f"group {number} of {type(optimizer).__name__}"
+            names = group.get("param_names", range(len(group["params"])))  # parameters may have no names
             texts.append(place)
             texts += [f"{name} in {place}" for name in names]
     return texts
@@ -279,15 +296,11 @@ def load_optimizer(
     then, now: the settings of its groups as they were made, in the run that saved the state and at this start. What the
     optimizer has changed in its groups since, such as a count, is a part of its state.
     """
-    state = {name: value for name, value in state.items() if name != "class"}
-    if "param_groups" in state:  # a wrapper may have them further inside
-        groups = []
-        for saved, made_then, made_now in zip(state["param_groups"], then, now):
-            same = [name for name in made_now if name in made_then and is_same(made_then[name], made_now[name])]
-            changed = {name: value for name, value in made_now.items() if name not in same}
-            groups.append(saved | changed)
-        state["param_groups"] = groups
     optimizer.load_state_dict(state)
+    for group, made_then, made_now in zip(optimizer.param_groups, then, now):
+        for name, value in made_now.items():
+            if name not in made_then or not is_same(made_then[name], value):
+                group[name] = copy.deepcopy(value)
     # torch has made each floating tensor the parameter's dtype
     parameters = parameters_of(optimizer)
     for number, values in state.get("state", {}).items():
@@ -308,10 +321,18 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two settings are equal, be they numbers or tensors."""
+    """Whether two settings are equal as in a checkpoint: numbers, texts, tensors, or lists and dicts of these."""
+    leaves, structure = tree_flatten(a)
+    others, other_structure = tree_flatten(b)
+    return structure == other_structure and all(map(is_same_leaf, leaves, others))
+
+
+def is_same_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a.cpu(), b.cpu())
-    return type(a) is type(b) and a == b
+    a, b = as_pythons(a), as_pythons(b)
+    both_nan = a != a and b != b
+    return type(a) is type(b) and (both_nan or a == b)
 
 
 def check_readable(state: Any) -> None:

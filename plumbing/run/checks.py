@@ -143,6 +143,20 @@ def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
         ) from None
 
 
+def check_weights_stay(model: Any, num_ids: int) -> None:
+    """Raise UserError if a forward pass in training writes into the weights: FSDP would drop what it writes."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    idx = torch.randint(num_ids, (1, min(16, model.config.block_size)))
+    with undone(model), torch.no_grad():
+        model.train()
+        model(idx)
+        written = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    if written:
+        raise UserError(
+            f"The model writes into {written[0]} in its forward pass, and --shard would lose that. Leave --shard out."
+        )
+
+
 def is_cache_right(model: Any, idx: torch.Tensor) -> bool:
     """Whether a cache gives the same as the whole text, however the text is split.
 

@@ -78,6 +78,8 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
     made = checkpoints.settings_of_groups(parts.optimizers)
     if parts.loader:
         checkpoints.check_own(parts.own)
+        if start.config.shard:
+            checkpoints.check_sharded(training_state(parts))
         checkpoints.check_readable(training_state(parts) | {"made": made})
         if start.saved:
             checkpoints.restore_state(start.saved, parts, start.branched, made=made)
@@ -285,7 +287,7 @@ class Run:
         """Write a checkpoint of the parts as they are, in the background."""
         self.check_ranks(step)
         checks.note_gradients(self.parts.raw_model, step)
-        state = self.gathered(training_state(self.parts))
+        state = self.gathered(training_state(self.parts) | {"made": self.made})
         if not self.files:
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
@@ -296,7 +298,7 @@ class Run:
                         "longer that run. Restore them, and repeat the command to continue from the last checkpoint."
                     )
         losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
-        progress = {"step": step, "finished": finished, "made": self.made}
+        progress = {"step": step, "finished": finished}
         self.files.writer.write({**progress, **losses, **state, **self.metadata})
 
     def gathered(self, state: Any) -> Any:

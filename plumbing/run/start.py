@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -86,7 +87,12 @@ def begin(
             world.run_on_master(report_finished, start.config, start.saved, model_class)
         own_paths = {name: value for name, value in typed.items() if name in per_node}
         config = dataclasses.replace(start.config, **own_paths)
-        yield start._replace(config=config, typed=typed, lock=lock)
+        try:
+            yield start._replace(config=config, typed=typed, lock=lock)
+        except AssertionError as error:
+            if not config.shard or "FSDP" not in str(error):
+                raise
+            raise UserError(f"--shard: {first_line(error)}. Leave --shard out, or what asks for that.") from None
 
 
 def is_sharded(start: Start) -> bool:
@@ -168,7 +174,8 @@ def start_branch(parent: Checkpoint, request: Request) -> Start:
     """A new run continues from the state of another one, with other settings. UserError if it would end before that."""
     settings, step = parent["config"], parent["step"]
     without = ["branch_from"]
-    has_other_data = list(request.asked.data) != list(settings["data"])
+    folders, parents = request.asked.data, settings["data"]
+    has_other_data = [*map(os.path.realpath, folders)] != [*map(os.path.realpath, parents)]
     if has_other_data and "data" in request.typed and "data_weights" not in request.typed:
         without.append("data_weights")  # these are the shares of the parent's folders
     config = request.config(settings, without=without)
@@ -373,6 +380,7 @@ def sharded_model(
         memory.check_memory(make_model, world.device, ranks=world.size, shares=world.size)
     whole = world.run_on_master(first_model, model_class, start, torch.device("cpu"))
     has_cache = world.broadcast_from_master(examine, whole, text, num_ids, longest)
+    world.run_on_master(checks.check_weights_stay, whole, num_ids)
     try:
         with torch.device("meta"), memory.SkipInit():
             model = make_model()

@@ -14,6 +14,11 @@ class Float8Linear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear):
+        if type(layer) is not nn.Linear:
+            raise UserError(
+                f"--dtype fp8 computes an nn.Linear in float8, but the output layer is a {type(layer).__name__}. Use "
+                "--dtype bfloat16."
+            )
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = layer.weight
         self.bias = layer.bias

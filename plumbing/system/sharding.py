@@ -46,35 +46,36 @@ def extra_state(whole: nn.Module) -> dict[str, Any]:
 
 
 def share_out(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor:
-    """Rank 0's whole tensor, shared out as the sharded parameter p is. Only its dtype is read on the other ranks."""
+    """Rank 0's whole tensor, shared out as the sharded parameter p is. Only its shape and dtype are read elsewhere."""
+    like = p if tensor is None else tensor
     if world.is_master:
-        assert tensor is not None
-        full = tensor.to(world.device)
+        full = like.to(world.device)
     else:
-        dtype = p.dtype if tensor is None else tensor.dtype
-        full = torch.empty(p.shape, dtype=dtype, device=world.device)
+        full = torch.empty(like.shape, dtype=like.dtype, device=world.device)
     if isinstance(p, DTensor):
         return distribute_tensor(full, p.device_mesh, p.placements)
     dist.broadcast(full, 0)  # a parameter that FSDP ignores
     return full
 
 
-def share_out_state(
-    state: dict[Any, dict[str, Any]], parameters: list[torch.Tensor], world: World
-) -> dict[Any, dict[str, Any]]:
-    """An optimizer's state for each parameter, of which other ranks than 0 have no large tensors, shared out."""
+def share_out_state(state: dict[str, Any], parameters: list[torch.Tensor], world: World) -> dict[str, Any]:
+    """An optimizer's state dict, of which other ranks than 0 have no large tensors, shared out as the parameters are.
+
+    A tensor has rows to share if it has as many as its parameter, as an average over columns does.
+    """
     shared = {}
-    for number, values in state.items():
+    for number, values in state["state"].items():
         shared[number] = dict(values)
         p = parameters[number] if isinstance(number, int) else None
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            if isinstance(p, DTensor) and value.shape == p.shape:
+            if isinstance(p, DTensor) and value.dim() > 0 and value.size(0) == p.size(0):
                 shared[number][name] = share_out(value, p, world)
             else:
                 shared[number][name] = world.fetch(value)
-    return shared
+    others = {name: value for name, value in state.items() if name != "state"}
+    return world.fetch(others) | {"state": shared}
 
 
 def gathered(state: Any, device: torch.device | str) -> Any:
@@ -101,7 +102,8 @@ def whole_copy(model: Any, model_class: type) -> Any:
         copy = model_class(model.config)
     device = next(model.parameters()).device
     with torch.no_grad():
-        copy.load_state_dict(gathered(model.state_dict(), device), assign=True)
+        # a model may have a load_state_dict with other arguments
+        nn.Module.load_state_dict(copy, gathered(model.state_dict(), device), strict=False, assign=True)
     for name, buffer in model.named_buffers():  # those that no state dict has as well
         owner, _, attribute = name.rpartition(".")
         copy.get_submodule(owner)._buffers[attribute] = buffer
