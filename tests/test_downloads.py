@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import fineweb
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,6 +57,8 @@ Two languages.
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """What this process takes for the hub, in whose place it works."""
+    # its listings are kept by address, and a server of an earlier test may have had the same port
+    huggingface_hub.HfFileSystem.clear_instance_cache()
     monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
     monkeypatch.setattr(downloads, "TIMEOUT", 0.3)
     monkeypatch.chdir(tmp_path)
