@@ -572,7 +572,7 @@ class Muon(torch.optim.Optimizer):
 
     numbers_per_parameter = 1  # of its state, the momentum: for the account of a run
 
-    def __init__(self, groups, lr, momentum, weight_decay):
+    def __init__(self, groups, lr, *, momentum, weight_decay):
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, split=1)
         super().__init__(groups, defaults | dict(foreach=True))  # all gradients are set to zero at once
 
@@ -620,7 +620,8 @@ def configure_optimizers(model, config):
             rest.append((name, p))
     if muon_groups:
         groups = list(muon_groups.values())
-        optimizers.append(Muon(groups, config.muon_lr, config.muon_momentum, config.muon_weight_decay))
+        momentum, weight_decay = config.muon_momentum, config.muon_weight_decay
+        optimizers.append(Muon(groups, config.muon_lr, momentum=momentum, weight_decay=weight_decay))
     decayed = [(name, p) for name, p in rest if p.dim() >= 2]
     others = [(name, p) for name, p in rest if p.dim() < 2]  # biases and norms
     groups = [
@@ -899,7 +900,7 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
         # lowered; in other dtypes it is 1
         overflow = scaler.get_scale() > 1
     if not math.isfinite(loss) or not (overflow or math.isfinite(norm)):
-        raise diverged(step, parts, loss, norm, start=start, batch_losses=losses)
+        raise diverged(step, parts, loss=loss, norm=norm, start=start, batch_losses=losses)
     for optimizer in optimizers:
         if not overflow:
             scaler.step(optimizer)
@@ -1137,7 +1138,7 @@ def train(typed: dict[str, Any]):
     # torchrun starts a process for each GPU and hands over RANK, LOCAL_RANK and WORLD_SIZE: here the ranks meet
     with join_ranks(typed) as world:
         # rank 0 decides what the run is: from the preset, from its folder, its parent or its model, and what was typed
-        with begin(PRESETS, typed, make_config, GPT, world=world) as start:
+        with begin(PRESETS, typed, make_config, model_class=GPT, world=world) as start:
             if start.ended:  # the run is finished already
                 return start.ended
             parts = setup(start, world)

@@ -455,7 +455,7 @@ def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
     """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns) if tall, decayed."""
     weights = [torch.nn.Parameter(torch.randn(shape)) for _ in range(2)]
     expected = [p.detach().double().numpy().copy() for p in weights]
-    muon = train_gpt2.Muon([{"params": weights, "split": split}], 0.02, 0.9, 0.1)
+    muon = train_gpt2.Muon([{"params": weights, "split": split}], 0.02, momentum=0.9, weight_decay=0.1)
     momenta = [np.zeros(shape) for _ in weights]
     for _ in range(3):
         for i, p in enumerate(weights):

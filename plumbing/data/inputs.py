@@ -68,7 +68,9 @@ def suffix_of(name: str) -> str:
 
 def supported_files(types: Sequence[str] = tuple(TYPES)) -> str:
     """The files that can be read, in words."""
-    endings = [ending for kind in types for ending in TYPES[kind].split()[:4]]
+    endings = []
+    for kind in types:
+        endings += TYPES[kind].split()[:4]
     others = " and other text and source code" if ".txt" in types else ""
     return f"files that end in {', '.join(endings)}{others} (.gz and .zst are unpacked)"
 

@@ -180,7 +180,10 @@ def is_cache_right(model: Any, idx: torch.Tensor) -> bool:
 
 def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
     """Raise UserError if two optimizers have the same parameter. One that no optimizer has is frozen and named."""
-    updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    updated = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            updated += group["params"]
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     counts = {name: sum(p is other for other in updated) for name, p in trainable.items()}
     twice = [name for name in trainable if counts[name] > 1]

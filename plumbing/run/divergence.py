@@ -9,7 +9,7 @@ from plumbing.run import checkpoint as checkpoints
 from plumbing.run.summary import rate_flags
 
 
-def diverged(step: int, parts: Any, loss: float, norm: float, *, start: int, batch_losses: Any) -> UserError:
+def diverged(step: int, parts: Any, *, loss: float, norm: float, start: int, batch_losses: Any) -> UserError:
     """The error for a loss or gradient norm that is not finite, in a step whose windows begin at position `start`.
 
     batch_losses: this rank's losses of its micro-batches, which have equally many windows.

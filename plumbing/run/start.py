@@ -58,8 +58,8 @@ def begin(
     presets: Mapping[str, Any],
     typed: dict[str, Any],
     make_config: MakeConfig,
-    model_class: type,
     *,
+    model_class: type,
     world: World,
 ) -> Iterator[Start]:
     """Context that locks the run's folder and yields the same Start on all ranks, as rank 0 has decided it.
@@ -379,7 +379,8 @@ def sharded_model(
     if config.max_steps:
         memory.check_memory(make_model, world.device, ranks=world.size, shares=world.size)
     whole = world.run_on_master(first_model, model_class, start, torch.device("cpu"))
-    has_cache = world.broadcast_from_master(examine, whole, text, num_ids, longest)
+    examination = functools.partial(examine, num_ids=num_ids, longest=longest)
+    has_cache = world.broadcast_from_master(examination, whole, text)
     world.run_on_master(checks.check_weights_stay, whole, num_ids)
     try:
         with torch.device("meta"), memory.SkipInit():
@@ -396,7 +397,7 @@ def sharded_model(
     return model
 
 
-def examine(model: Any, text: Any, num_ids: int, longest: int) -> bool:
+def examine(model: Any, text: Any, *, num_ids: int, longest: int) -> bool:
     """Whether the model has a cache. text: a batch of validation data (B, T), or None; longest: the most it reads."""
     texts = checks.texts(num_ids, longest)
     if text is not None:
@@ -421,7 +422,8 @@ def try_out(
         return try_sharded(trial), raw_model.has_cache
     with undone(raw_model):
         found = find_what_fits(trial)
-    has_cache = world.broadcast_from_master(examine, raw_model, text, trial.num_ids, longest)
+    examination = functools.partial(examine, num_ids=trial.num_ids, longest=longest)
+    has_cache = world.broadcast_from_master(examination, raw_model, text)
     return found, has_cache
 
 
