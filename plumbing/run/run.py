@@ -101,9 +101,12 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
         try:
             yield run
         except Exception as error:
-            B = parts.found.B
-            if start.config.shard and B > 1 and is_out_of_memory(error):  # there was no trial
-                raise UserError(f"A step with B = {B} runs out of memory. Add --batch-size {B // 2}.") from None
+            if start.config.shard and is_out_of_memory(error):  # there was no trial
+                smaller = max(1, parts.found.B // 2)
+                raise UserError(
+                    f"With B = {parts.found.B} memory runs out. Add --batch-size {smaller} or, if a whole copy of the "
+                    "model does not fit, --hellaswag-every 0 --sample-every 0."
+                ) from None
             raise
 
 
