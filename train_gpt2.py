@@ -421,7 +421,8 @@ class DataLoaderLite:
     The shards of a split are cut into windows of T tokens at multiples of T; up to T tokens left at the end of a shard
     are dropped. All windows are visited, epoch after epoch, in file order or in a permutation by seed and epoch (the
     order is computed in plumbing/data/windows.py). With `weights`, each folder has its share of the order and its own
-    epochs. Each call takes the next B * world_size windows, and rank r reads B of them, from r * B on.
+    epochs. Each call takes the next B * world_size windows, and rank r reads B of them, from r * B on. Windows are read
+    from the files and not through np.memmap, which would end the process without a message where a disk fails.
     """
 
     def __init__(
