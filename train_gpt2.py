@@ -17,7 +17,7 @@
 
 A run writes to --out-dir: log.txt (`step stream value` per line), samples.txt, run.txt (commands, settings, machines),
 a copy of this file, model_<step>.pt (checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). The same
-command again, or --out-dir alone, continues a run that was stopped or killed or has crashed, even on other GPUs.
+command again, or --out-dir alone, continues a run that was stopped, was killed or has crashed, even on other GPUs.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
 the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
@@ -32,7 +32,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+sys.path.append(os.path.dirname(__file__))  # python -P and -I leave this folder out
 
 from plumbing.cli import console
 from plumbing.cli.flags import Positive
@@ -66,15 +66,15 @@ class Recipe(GPTConfig):
     init_from: str = ""  # initial weights: a GPT-2 name, a folder or a checkpoint
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
     seed: int = 1337  # seed of the weights, data order and samples
-    # auto: bfloat16 where the device is fast at it, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with the
-    # output layer in float8, also in validation. With another number of ranks, losses differ by rounding, least in
-    # float32
+    # auto: bfloat16 where the device computes it fast, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with
+    # the output layer in float8, also in validation. On another number of ranks, rounding changes the losses a little,
+    # least in float32
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     # the data: total_batch_size = batch_size * sequence_length * ranks * micro-steps
     sequence_length: Positive[int] = 1024  # T, tokens per sequence; by default at most block_size
     total_batch_size: Positive[int] = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: no ramp
-    # shares of the folders in --data; by default each window once per epoch
+    # shares of the folders in --data; by default an epoch reads each window once
     data_weights: tuple[float, ...] = ()
     shuffle: bool = True  # read the sequences in random order; --no-shuffle: in file order
     val_tokens: Positive[int] = 10 * 2**20  # validation tokens, the same ones every time
@@ -94,7 +94,7 @@ class Recipe(GPTConfig):
     grad_clip: float = 1.0  # clip the gradient norm to this; 0: no clipping
     muon_lr: float = 0.02  # Muon: peak learning rate of the blocks' matrices, most of the parameters
     muon_momentum: float = 0.95  # Muon: momentum
-    muon_momentum_warmup: int = 300  # Muon: first steps of the run, in which momentum grows from 0.85
+    muon_momentum_warmup: int = 300  # Muon: steps at the start of a run, while momentum grows from 0.85
     muon_weight_decay: float = 0.01  # Muon: weight decay
 
     @property
@@ -105,12 +105,12 @@ class Recipe(GPTConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Recipe, RunOptions):
-    """All settings of a run: its recipe, and those of plumbing/run/options.py, which do not affect what it learns."""
+    """All settings of a run: its recipe, and plumbing/run/options.py's, which do not affect what it learns."""
 
 
 # fmt: off
 PRESETS = {
-    # GPT-2's four sizes with GPT-3's learning rates; batch_size is for 80 GB, and halved until it fits
+    # GPT-2's four sizes with GPT-3's learning rates; batch_size suits 80 GB, and is halved until it fits
     "gpt2": TrainConfig(),
     "gpt2-medium": TrainConfig(
         preset="gpt2-medium", n_layer=24, n_head=16, n_embd=1024, batch_size=32, max_lr=3e-4, min_lr=3e-5),
@@ -118,7 +118,7 @@ PRESETS = {
         preset="gpt2-large", n_layer=36, n_head=20, n_embd=1280, batch_size=16, max_lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": TrainConfig(
         preset="gpt2-xl", n_layer=48, n_head=25, n_embd=1600, batch_size=8, max_lr=2e-4, min_lr=2e-5),
-    # Muon's settings are those tuned in modded-nanogpt's benchmark: see records/2026-11-21-speedrun-sweep
+    # modded-nanogpt's benchmark has tuned Muon's settings: see records/2026-11-21-speedrun-sweep
     "speedrun": TrainConfig(
         preset="speedrun", max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
         optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
@@ -173,7 +173,7 @@ from plumbing.system.trial import Fit
 
 # ----- Model --------------------------------------------------------------------------------------------
 
-IGNORE_INDEX = -100  # targets that are excluded from the loss
+IGNORE_INDEX = -100  # targets with this id are left out of the loss
 
 
 def init_normal(layer, std=0.02):
@@ -252,7 +252,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # how the model is computed, which is no part of it: set in setup() and load_model()
+        # how to compute the model, which is not part of it: set in setup() and load_model()
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.has_cache = True  # whether decoding with a cache gives the same result as reading the whole text
         self.transformer: Any = nn.ModuleDict()
@@ -294,7 +294,7 @@ class GPT(nn.Module):
     def cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum the losses of logits (N, vocabulary) and targets (N,). Targets equal to IGNORE_INDEX are skipped.
 
-        It is called for some rows of a batch at a time, so a row's loss may not depend on other rows. Computed in
+        forward() calls this with a chunk of rows at a time, so a row's loss must not depend on other rows. Computed in
         float32: near a loss of 11, bfloat16 has steps of 0.06.
         """
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -317,7 +317,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
-        """Continue the token ids (B, T), of which the model sees the last block_size. Yields the next ids (B,).
+        """Continue the token ids (B, T): yield the next ids (B,), one at a time. The model sees the last block_size.
 
         temperature: 0 picks the likeliest id; vocab_size: ids from here on are padding and never sampled; sampling:
         see `sample_ids`.
@@ -341,7 +341,7 @@ class GPT(nn.Module):
             yield next_ids
 
     def flops_per_token(self, T: int) -> int:
-        """FLOPs of training on one token of a sequence of T, for MFU (Chowdhery et al. 2022, appendix B).
+        """The FLOPs of training on one token, in a sequence of T, for MFU (Chowdhery et al. 2022, appendix B).
 
         A weight of a matmul takes 2 in the forward pass and 4 in the backward pass, which computes two gradients.
         Attention multiplies T queries and keys, and T weights and values, in each channel of each layer.
@@ -354,9 +354,9 @@ class GPT(nn.Module):
     def extend(self, weights: dict[str, Any], old_ids: torch.Tensor | None = None) -> dict[str, Any]:
         """Resize the embeddings in a state dict to this model's vocab_size and block_size. Surplus rows are dropped.
 
-        New ids get the mean of the others: zeros would give them logit 0, far above most. New positions repeat the
-        others from the first on (records/2026-11-25-longer-sequences). Buffers of another shape are replaced by this
-        model's. old_ids: with another tokenizer, the id that each of its tokens had in the old one, -1 for a new one.
+        New ids get the mean of the old rows: zeros would give them logit 0, far above most. New positions repeat the
+        old ones from the first on (records/2026-11-25-longer-sequences). This model's buffers replace those of another
+        shape. old_ids: for another tokenizer, each token's id in the old one, or -1 if the token is new.
         """
         buffers = dict(self.named_buffers(remove_duplicate=False))
         extended = dict(weights)
@@ -387,7 +387,7 @@ class GPT(nn.Module):
 
 
 def sample_ids(logits, *, top_k=0, top_p=1.0, generator=None):
-    """Draw an id (B,) from each row of logits (B, V). The logits may be overwritten.
+    """Draw one id from each row of logits (B, V), and return the ids (B,). The logits may be overwritten.
 
     top_k > 0 keeps the k most likely ids, top_p < 1 the fewest with this total probability (Holtzman et al. 2020).
     """
@@ -418,10 +418,10 @@ def load_model(source):
 class DataLoaderLite:
     """Yields windows of T tokens in one global order, the same for any batch size and any number of ranks.
 
-    The shards of a split are cut into windows of T tokens at multiples of T; up to T tokens left at the end of a shard
-    are dropped. All windows are visited, epoch after epoch, in file order or in a permutation by seed and epoch (the
-    order is computed in plumbing/data/windows.py). With `weights`, each folder has its share of the order and its own
-    epochs. Each call takes the next B * world_size windows, and rank r reads B of them, from r * B on. Windows are read
+    It cuts the shards of a split into windows at multiples of T, and drops up to T tokens at the end of each shard. An
+    epoch visits every window, in file order or in a permutation by seed and epoch (see plumbing/data/windows.py). With
+    `weights`, each folder has its share of the order and its own epochs. Each call takes the next B * world_size
+    windows, and rank r reads B of them, from r * B on. Windows are read
     from the files and not through np.memmap, which would end the process without a message where a disk fails.
     """
 
@@ -441,7 +441,7 @@ class DataLoaderLite:
         self.prefetched = {}  # (position, B) -> the future of that batch
 
     def count_targets(self, num_windows: int) -> int:
-        """The number of targets in the next num_windows windows, on all ranks: T in each, less those masked out."""
+        """The number of targets in the next num_windows windows, on all ranks: T in each, minus the masked ones."""
         return self.order.count_targets(self.position + np.arange(num_windows))
 
     def read_batch(self, position, B):
@@ -476,11 +476,11 @@ class DataLoaderLite:
         return x, y
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the settings that define the order it counts in."""
+        """The position, and the settings that define the order of the windows."""
         return {"position": self.position, "order": self.order.settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Continue from a saved position and return "". In another order, begin there and return what differs."""
+        """Continue from a saved position and return "". If the order differs, start at 0 and return the differences."""
         order = self.order.settings()
         different = [name for name in order if order[name] != state["order"].get(name)]
         self.position = 0 if different else state["position"]
@@ -510,9 +510,9 @@ def get_lr(step: int, config: Recipe) -> float:
 
 
 def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Recipe) -> None:
-    """Say so if the learning rate jumps where a branch starts, or never decays although its schedule could.
+    """Note if the learning rate jumps where a branch starts, or never decays although its schedule could.
 
-    before: the rate of the parent's last step, None if the run is no new branch.
+    before: the rate of the parent's last step; None unless the run is a new branch.
     """
     if before is None:
         return
@@ -521,7 +521,7 @@ def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Rec
         return
     text = f"The learning rate was {before:.2g} before the branch and is {lr:.2g} now"
     if never_decays:
-        text += ", and stays so to the end"
+        text += ", and stays there to the end"
     if config.schedule == "wsd":
         fraction = (config.max_steps - step) / config.max_steps
         text += f". With --decay-fraction {fraction:.4g} it would decay from here on"
@@ -540,7 +540,7 @@ def steps_for_passes(config: TrainConfig) -> int:
 
 
 def get_batch_size(tokens_seen: int, config: Recipe) -> int:
-    """Tokens in the next step: total_batch_size, or less in the ramp, linear in steps of 32K (GPT-3, appendix B)."""
+    """Tokens in the next step: total_batch_size, or less in the linear ramp by steps of 32K (GPT-3, appendix B)."""
     if tokens_seen >= config.batch_ramp:
         return config.total_batch_size
     grown = config.total_batch_size * tokens_seen / config.batch_ramp
@@ -549,7 +549,7 @@ def get_batch_size(tokens_seen: int, config: Recipe) -> int:
 
 @torch.no_grad()
 def orthogonalize(G):
-    """Map each of the matrices (n, rows, cols) to roughly the nearest orthogonal one, whose singular values are 1."""
+    """Map each matrix in G (n, rows, cols) to roughly the nearest orthogonal one, whose singular values are 1."""
     X = G
     if G.is_cuda and not G.is_complex():
         X = G.to(torch.bfloat16)  # accurate enough, but slower on some CPUs
@@ -571,11 +571,11 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon would orthogonalize one matrix after another on every rank, and query, key and value as one.
     """
 
-    numbers_per_parameter = 1  # of its state, the momentum: for the account of a run
+    numbers_per_parameter = 1  # the momentum: the summary of a run counts its memory
 
     def __init__(self, groups, lr, *, momentum, weight_decay):
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, split=1)
-        super().__init__(groups, defaults | dict(foreach=True))  # all gradients are set to zero at once
+        super().__init__(groups, defaults | dict(foreach=True))  # zero_grad clears all gradients at once
 
     @torch.no_grad()
     def step(self):
@@ -665,8 +665,8 @@ class Parts(NamedTuple):
 
     config: TrainConfig
     world: World  # this process's rank, the number of ranks (size) and the device
-    raw_model: GPT  # saved, sampled from and scored
-    model: Any  # trained: the raw model, compiled and in DDP where these are used
+    raw_model: GPT  # the model that is saved, sampled and scored
+    model: Any  # the same model for training: compiled and in DDP where these are used
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # for float16
     loader: DataLoaderLite | None  # None if nothing is trained, or in a dry run without data
@@ -690,7 +690,7 @@ def autocast(config, world):
 
 
 def uses_ddp(config, world):
-    """Whether several ranks have a whole model each."""
+    """Whether there are several ranks, each with a whole model."""
     return world.size > 1 and not config.shard
 
 
@@ -712,7 +712,7 @@ class ValLoss(NamedTuple):
 
 
 def evaluate_val_loss(model, loader, parts: Parts) -> ValLoss:
-    """The loss of `model` on val_tokens of a validation split, always the same ones.
+    """The loss of `model` on val_tokens tokens of a validation split, the same ones every time.
 
     Grad mode stays enabled although there is no backward pass, so that the graph compiled for training is reused.
     """
@@ -735,7 +735,7 @@ def evaluate_val_loss(model, loader, parts: Parts) -> ValLoss:
         sums += torch.stack([loss.detach() * num_targets, num_targets, num_bytes.sum()])
         del loss  # frees the activations before the next forward pass
     loss, num_targets, num_bytes = sum_over_ranks(sums, world).tolist()
-    if not num_targets:  # a mask may leave all of them out
+    if not num_targets:  # a mask may leave out every target
         return ValLoss(math.nan, math.nan)
     return ValLoss(loss / num_targets, loss / math.log(2) / max(1, num_bytes))
 
@@ -756,7 +756,7 @@ def mean_over_folders(losses: list[ValLoss], parts: Parts) -> ValLoss:
 
 
 def evaluate_hellaswag(parts: Parts):
-    """Score the rendered HellaSwag examples, each rank its share. Returns HellaSwag's Counts over all of them."""
+    """Score the rendered HellaSwag examples: each rank scores a share. Returns hellaswag's Counts over all of them."""
     world = parts.world
     assert parts.enc
     share = parts.examples[world.rank :: world.size]
@@ -781,7 +781,7 @@ def generate_samples(parts: Parts) -> list[str]:
 
 
 def is_due(step, every, last):
-    """Whether something done every `every` steps is due: never if that is 0, otherwise also after the last step."""
+    """Whether something is due that is done every `every` steps and after the last step; 0: never."""
     if every == 0:
         return False
     return last or step % every == 0
@@ -828,7 +828,7 @@ class Step(NamedTuple):
     """The result of one optimizer step."""
 
     loss: float  # the mean over all targets of the step, on all ranks, before the update
-    norm: float  # of the gradient, before it was clipped
+    norm: float  # the gradient norm before clipping
     lr: float  # AdamW's
     tokens: int  # on all ranks
     stop: bool  # whether a rank has received a signal to stop
@@ -839,7 +839,7 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
     """Read the next num_windows windows in micro-batches of at most loader.B per rank, and add up their gradients.
 
     Returns this rank's loss of each micro-batch, weighted so that their sum, averaged over the ranks, is the mean over
-    all targets. scalars: put a number here that needs x, y or the loss of a micro-batch, as in train_step.
+    all targets. scalars: for a number that needs x, y or the loss of a micro-batch; add it as in train_step.
     """
     config, world = parts.config, parts.world
     model, loader = parts.model, parts.loader
@@ -869,8 +869,8 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
 def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     """Take one optimizer step on the next windows.
 
-    signals: the signals to stop that were received so far. If loss or norm is not finite, all ranks raise an error and
-    nothing is updated.
+    signals: the stop signals received so far. If loss or norm is not finite, all ranks raise an error and nothing is
+    updated.
     """
     config, world, optimizers, scaler = parts.config, parts.world, parts.optimizers, parts.scaler
     assert parts.loader
@@ -897,15 +897,15 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     loss = loss_sum / world.size
     overflow = False
     if not math.isfinite(norm):
-        # float16: gradients overflow now and then, on all ranks alike. Then no optimizer steps, and the scale is
-        # lowered; in other dtypes it is 1
+        # float16: gradients overflow now and then, on all ranks alike. Then no optimizer takes a step, and the scaler
+        # lowers the scale. In other dtypes the scale is 1
         overflow = scaler.get_scale() > 1
     if not math.isfinite(loss) or not (overflow or math.isfinite(norm)):
         raise diverged(step, parts, loss=loss, norm=norm, start=start, batch_losses=losses)
     for optimizer in optimizers:
         if not overflow:
             scaler.step(optimizer)
-        # DDP's gradients are views of its buckets; if they were dropped, the next ones would take memory of their own
+        # DDP's gradients are views of its buckets: keep them, because new ones would take more memory
         optimizer.zero_grad(set_to_none=not uses_ddp(config, world))
     scaler.update()
     if world.size > 1:
@@ -922,17 +922,17 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
 def complaints(
     c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any], *, world: World
 ) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the recipe. Numbers out of range are left to flags.check."""
+    """A sentence for each thing that is wrong with the recipe. flags.check finds the numbers out of range."""
     if min(c.n_head, c.n_embd) > 0 and c.n_embd % c.n_head:
         divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
         heads = min(divisors, key=lambda n: abs(n - c.n_head))
         width = max(1, round(c.n_embd / c.n_head)) * c.n_head
         yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
     if c.sequence_length > c.block_size:
-        yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower it, or raise that."
+        yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Change one of them."
     folders = {os.path.realpath(folder) for folder in c.data}
     if len(folders) < len(c.data):
-        yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and its share with --data-weights."
+        yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and set shares with --data-weights."
     weights = c.data_weights
     if weights:
         one_each = len(weights) == len(c.data)
@@ -950,15 +950,14 @@ def complaints(
     left_over = RAMP_STEP % smallest + c.total_batch_size % RAMP_STEP
     if c.batch_ramp and left_over:
         yield (
-            f"A batch ramp grows in steps of {RAMP_STEP:,} tokens: that must be a multiple of {smallest} "
-            "(--sequence-length x ranks), and --total-batch-size a multiple of it. Change these, or leave --batch-ramp "
-            "out."
+            f"A batch ramp grows in steps of {RAMP_STEP:,} tokens. {smallest} (--sequence-length x ranks) must divide "
+            "that number, and --total-batch-size must be a multiple of it. Change these, or leave out --batch-ramp."
         )
     if c.passes:
         if typed.get("max_steps"):
-            yield "--passes and --max-steps both say how long the run is. Give one of them."
+            yield "--passes and --max-steps both set the length of the run. Give one of them."
         if weights:
-            yield "--passes counts all windows of all folders, which shares of them do not. Give --max-steps instead."
+            yield "--passes has no meaning with --data-weights: the folders' epochs differ. Give --max-steps instead."
     for name in ("beta1", "beta2", "muon_momentum"):
         if not 0 <= getattr(c, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be 0 or more and below 1."
@@ -969,10 +968,10 @@ def complaints(
 
 
 def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) -> TrainConfig:
-    """The run's config: checked, and completed by what the data and the machine say. UserError if a setting is wrong.
+    """Make the run's config: check it, and complete it for the data and the machine. UserError if a setting is wrong.
 
     Typed settings win over inherited ones (from the run, its parent or its model), and those over the preset's. Rank 0
-    makes the config at each start; what an earlier start has completed stays as it is.
+    makes the config at each start; it keeps the values that an earlier start has completed.
     """
     preset = PRESETS[typed.get("preset", "gpt2")]
     c = TrainConfig(**vars(preset) | inherited | typed)
@@ -981,7 +980,7 @@ def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) 
     check_config(c, complaints(c, inherited, typed, world=world), world)
     docs = PRESETS["quickstart"].data[0]
     if docs in c.data and not c.dry_run:
-        import fineweb  # only these data are made here, if there are none
+        import fineweb  # the trainer makes no other data
 
         fineweb.make_python_docs(docs)
     enc = data_tokenizer(c)
@@ -1037,27 +1036,27 @@ def shard(model, config, world):
 
 
 def set_computation(model, config):
-    """Set how a model is computed in this run."""
+    """Set how this run computes a model."""
     model.activation_checkpointing = config.activation_checkpointing
     if config.dtype == "fp8":
         model.lm_head = Float8Linear(model.lm_head)  # shares its weight
 
 
 def wrap(raw_model, config, world, *, compiled):
-    """The model to train: compiled if asked for, and in DDP if several ranks have a whole model each.
+    """The model to train: compiled if asked for, and in DDP if there are several ranks, each with a whole model.
 
     With DDP, every rank must use every parameter in every step.
     """
     model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
     if uses_ddp(config, world):
-        # subtle: the first call compiles, inside of DDP, which splits the graph at its gradient buckets, so that their
-        # all-reduces overlap with the backward pass; larger buckets than DDP's 25 MB are fewer graphs to compile
+        # subtle: the first call compiles inside DDP, which splits the graph at its gradient buckets, so that their
+        # all-reduces overlap with the backward pass. Larger buckets than DDP's 25 MB leave fewer graphs to compile
         model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
 def setup(start, world) -> Parts:
-    """Load, make and check everything that the run needs. Nothing in its folder is written yet."""
+    """Load, make and check everything that the run needs. This writes nothing to its folder yet."""
     config = start.config
     # high: TF32, which GPUs have since Ampere
     torch.set_float32_matmul_precision("high" if world.device.type == "cuda" else "highest")
@@ -1069,7 +1068,7 @@ def setup(start, world) -> Parts:
         text, _ = val_loaders[0].next_batch(8)
         num_ids = enc.n_vocab
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
-    # a new model, or with the weights that the run starts from
+    # a new model, or one with the weights that the run starts from
     if config.shard:
         raw_model = sharded_model(
             GPT, start, shard, text=text, num_ids=num_ids, longest=config.block_size, world=world
@@ -1086,7 +1085,7 @@ def setup(start, world) -> Parts:
         # a missing file is downloaded now, rather than in the middle of a run
         path, limit = config.hellaswag_data, config.hellaswag_limit
         examples = world.broadcast_from_master(hellaswag.load_examples, path, enc, limit)
-    # find the largest B that fits, and what works on this machine of torch.compile and DDP, which `wrap` adds
+    # try a step: find the largest B that fits, and whether this machine can do torch.compile, which `wrap` adds
     trial = dict(wrap=wrap, autocast=autocast, num_ids=num_ids, config=config, world=world)
     found, raw_model.has_cache = try_out(raw_model, optimizers, trial, text=text, longest=config.block_size)
     for each in val_loaders:
@@ -1105,15 +1104,15 @@ def setup(start, world) -> Parts:
         enc=enc,
         token_bytes=token_bytes,
         examples=examples,
-        own=types.MappingProxyType(own),  # read-only: a resume would not have what is added later
+        own=types.MappingProxyType(own),  # read-only: a resume could not restore later additions
         found=found,
     )
 
 
 def fit(parts: Parts, run):
-    """The training loop, from the run's first or next step to its last. Returns what the run ended with."""
+    """The training loop, from the run's first or next step to its last. Returns the run's Ended: steps and losses."""
     config = parts.config
-    # one turn more than steps: the evaluations at step N see the weights after N updates, also after the last one
+    # one iteration more than steps: the evaluations at step N see the weights after N updates, also after the last one
     for step in range(run.start_step, config.max_steps + 1):
         last = step == config.max_steps
         is_saved = False
@@ -1135,8 +1134,8 @@ def fit(parts: Parts, run):
 
 
 def train(typed: dict[str, Any]):
-    """Train as the typed settings say, {name: value}, and return what the run ended with."""
-    # torchrun starts a process for each GPU and hands over RANK, LOCAL_RANK and WORLD_SIZE: here the ranks meet
+    """Train with the typed settings, {name: value}, and return the run's Ended."""
+    # torchrun starts a process for each GPU and sets RANK, LOCAL_RANK and WORLD_SIZE. The ranks meet here
     with join_ranks(typed) as world:
         # rank 0 decides what the run is: from the preset, from its folder, its parent or its model, and what was typed
         with begin(PRESETS, typed, make_config, model_class=GPT, world=world) as start:
@@ -1149,7 +1148,7 @@ def train(typed: dict[str, Any]):
 
 
 def main(args=None):
-    """Train as the flags say, from the command line or a list of words, and return what the run ended with."""
+    """Train with the flags on the command line or in a list of words, and return the run's Ended: steps and losses."""
     return train(read_flags(TrainConfig, PRESETS, args))
 
 

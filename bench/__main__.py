@@ -7,7 +7,7 @@
     python -m bench sample      generate, a loop without a cache, transformers
 
 Each side is warmed up. Then the sides alternate for --rounds rounds, so that other load on the machine affects all of
-them alike. A ratio is a side's time per token divided by ours, as the median over the rounds.
+them alike. A ratio is a side's time per token divided by ours: the median over the rounds.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class Options:
     rounds: int = 0  # rounds in which each side runs once; 0: 40 for train, 5 for the others
     settings: str = ""  # the trainer's settings, for all sides: preset=gpt2-medium,batch_size=8
     # train
-    variants: tuple[str, ...] = ()  # more sides, the trainer with settings changed: a=1 a=2,b=3
-    peer: str = ""  # a nanoGPT checkout, whose model.py is one more side
+    variants: tuple[str, ...] = ()  # more sides: the trainer with other settings, such as a=1 a=2,b=3
+    peer: str = ""  # a nanoGPT checkout: its model.py becomes one more side
     # hellaswag and sample
     tokenizer: str = "gpt2"  # hellaswag: gpt2, bytes or a .tiktoken file
     hellaswag: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples
@@ -46,7 +46,7 @@ def main(args=None):
     from plumbing.system.devices import choose_device
 
     if options.json:
-        check_new_output(options.json)  # measuring takes minutes
+        check_new_output(options.json)  # before minutes of measuring
     device = choose_device(options.device)
     options.device = "cuda:0" if device == "cuda" else device
     if not options.rounds:

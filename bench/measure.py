@@ -14,13 +14,13 @@ import torch
 from plumbing.cli.console import output_of, progress_bar
 from plumbing.run.source_code import git_commit
 
-# of the square matrices in `matmul_rate`
+# sizes of the square matrices in `matmul_rate`
 ROWS_ON_GPU = 8192
 ROWS_ON_CPU = 1024
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Call function(). Returns (seconds, until a GPU's work is done, and its result)."""
+    """Call function(). Returns (the seconds until a GPU's work is done as well, the result)."""
     start = time.perf_counter()
     result = function()
     if torch.cuda.is_initialized():
@@ -31,7 +31,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 def measure(
     sides: Mapping[str, Callable[[], Any]], rounds: int, work: Mapping[str, float], *, unit: str, ours: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Call the functions in `sides` alternately: once to warm up, then `rounds` times that count.
+    """Call the functions in `sides` alternately: once to warm up, then `rounds` times with a clock.
 
     work: {name: units per call, such as tokens}; ours: the side that the ratios compare with, by default the first.
     Prints a table; returns (its numbers, {name: last result}).
@@ -63,7 +63,7 @@ def measure(
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """The peak FLOP/s that this machine reaches: a square matrix times itself, the best of three times ten."""
+    """The peak FLOP/s that this machine reaches: the best of three runs, each with ten products of square matrices."""
     n = ROWS_ON_GPU if device.startswith("cuda") else ROWS_ON_CPU
     square = torch.randn(n, n, device=device, dtype=dtype)
 

@@ -33,7 +33,7 @@ def random_model(options, vocab_size=1, block_size=1):
 
 @torch.no_grad()
 def four_rows(model, examples, n_vocab):
-    """HellaSwag as it is usually scored: one example at a time, in four padded rows of context and ending."""
+    """Score HellaSwag in the usual way: one example at a time, in four padded rows of context and ending."""
     device = next(model.parameters()).device
     predictions = []
     for example in examples:
@@ -52,7 +52,10 @@ def four_rows(model, examples, n_vocab):
 
 
 def score(options):
-    """Compare HellaSwag with each context run once, and in four rows; cuDNN would build a kernel for each length."""
+    """Compare HellaSwag in hellaswag.py, which runs each context once, and in the usual four rows.
+
+    Both do without cuDNN's attention, which would build a kernel for each length.
+    """
     enc = tokenizers.get_encoding(options.tokenizer)
     lines = hellaswag.read_examples(options.hellaswag, options.limit)
     examples = [hellaswag.render_example(line, enc) for line in lines]
@@ -81,7 +84,10 @@ def generate_without_cache(model, idx, max_new_tokens):
 
 
 def sample(options):
-    """Compare greedy generation, without a cache and in transformers; cuDNN would build a kernel for each length."""
+    """Compare greedy generation in sample.py, without a cache, and in transformers.
+
+    All do without cuDNN's attention, which would build a kernel for each length.
+    """
     B, n = options.num_samples, options.max_new_tokens
     model, config, dtype = random_model(options, block_size=8 + n)
     prompt = torch.randint(config.vocab_size, (B, 8), device=config.device)

@@ -1,4 +1,4 @@
-"""Training steps: the trainer's, with any of its settings changed, and those of other programs."""
+"""Training steps of the trainer, with any of its settings changed, and of other programs."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, TrainC
 
 @dataclass(frozen=True)
 class Settings(TrainConfig):
-    """The trainer's settings, and switches for what the trainer always does, which the ladder leaves out."""
+    """The trainer's settings, and switches for what it always does: the ladder turns these off."""
 
     # the usual GPT: the residual stream in float32, and a loss from all logits at once
     usual_forward: bool = False
@@ -39,7 +39,7 @@ class Settings(TrainConfig):
 
 
 def configure(options, changes="", defaults=""):
-    """The Settings that `defaults`, --settings and `changes` describe; a later one replaces an earlier one."""
+    """The Settings from `defaults`, then --settings, then `changes`: the later ones win."""
     is_gpu = options.device.startswith("cuda")
     preset = "quickstart" if options.what == "train" and not is_gpu else "gpt2"
     # every side has AdamW, because the references do
@@ -88,7 +88,7 @@ def configure_optimizers(model, config):
 
 
 class UsualGPT(GPT):
-    """GPT with the residual stream in float32. It computes the loss from all logits at once, and returns these."""
+    """GPT with the residual stream in float32. It computes the loss from all logits at once, and returns them."""
 
     def hidden_states(self, idx, cache=None):
         x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.size(1)]
@@ -119,7 +119,7 @@ def batches(config, folder):
 
 
 def make_ours(config, folder):
-    """A function that does a step as the trainer does, and returns its loss."""
+    """Make a function that does a step as the trainer does, and returns the loss."""
     world = world_of(config)
     set_precision(config)  # compiled models are compiled again if it changes
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def make_ours(config, folder):
 
 
 def make_reference(config, folder, model, *, loss_of, optimizer):
-    """A function that does a step of another model and optimizer in a plain training loop, and returns its loss."""
+    """Make a function that does a step of another model and optimizer in a plain loop, and returns the loss."""
     world = world_of(config)
     loader = batches(config, folder)
     steps = itertools.count()
@@ -244,7 +244,7 @@ def make_nanogpt(config, folder, checkout):
 
 
 def compare(makers, rounds, ours):
-    """Measure {name: (the function that makes a side, its Settings)}, and the MFU of the side `ours`."""
+    """Measure the sides, and the MFU of `ours`. makers: {name: (the function that makes a side, its Settings)}."""
     sides = {}
     work = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +260,7 @@ def compare(makers, rounds, ours):
     with torch.device("meta"):  # takes no memory
         flops = GPT(config.model_config).flops_per_token(config.sequence_length)
     mfu = flops * numbers["tok_per_s"] / peak  # in PaLM's convention
-    print(f"MFU: {mfu:.1%} of the peak that matrices of this machine reach")
+    print(f"MFU: {mfu:.1%} of the peak that matrix products reach on this machine")
     return numbers | dict(losses=losses, settings=dataclasses.asdict(config), peak=peak, mfu=mfu)
 
 

@@ -130,7 +130,7 @@ def assert_refused(folder, out_dir, *texts, **options):
     "changes, reason",
     [
         (dict(vocab_size=384), "has 384 rows instead of 320, and a branch keeps the shapes"),
-        (dict(init_from="gpt2"), "--branch-from and --init-from both name the first weights"),
+        (dict(init_from="gpt2"), "--branch-from and --init-from both name the weights to start from"),
         (dict(max_steps=8), "8 steps already"),
     ],
 )
@@ -152,7 +152,7 @@ FRESH = {
     ),
     "optimizer": (
         dict(optimizer="muon"),
-        ["the parent's averages of gradients: it has group 0 of AdamW instead of group 0 of Muon"],
+        ["the parent's optimizer state: it has group 0 of AdamW instead of group 0 of Muon"],
         16,
     ),
 }
@@ -346,7 +346,7 @@ def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
     status, said, _ = refusal_of(train_gpt2.main, *words, "--device", "cpu", "--preset", "speedrun")
     assert_same_run(tmp_path / "short-longer", tmp_path / "long")
     said = " ".join(said.split())
-    assert status == 0 and "A branch has its parent's settings, and not those of --preset speedrun." in said
+    assert status == 0 and "A branch keeps its parent's settings, not those of --preset speedrun." in said
     assert f"Settings taken over from {tmp_path / 'short'}: data {folder}, " in said and " block_size 32, " in said
 
 

@@ -516,6 +516,6 @@ def test_passes_read_as_many_tokens_as_they_say_to_a_step_also_where_they_end_in
 def test_passes_and_steps_exclude_each_other(data, out, tmp_path):
     train(data, out, max_steps=2)
     args = tiny_flags(data, tmp_path / "new", passes=0.1) + ["--max-steps"]
-    assert "--passes and --max-steps both say how long the run is." in refused(train_gpt2.main, *args, 5)
+    assert "--passes and --max-steps both set the length of the run." in refused(train_gpt2.main, *args, 5)
     assert status_of(train_gpt2.main, [*args, "0", "--init-from", str(out)]) == 0
     assert sorted(read_log(tmp_path / "new", "val")) == [0] and not read_log(tmp_path / "new")

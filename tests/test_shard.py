@@ -184,7 +184,7 @@ def test_what_torch_cannot_share_out_is_one_line_before_the_first_step(name, fol
 def test_one_process_has_nothing_to_share_out_and_trains(data, tmp_path):
     said = train(data, tmp_path / "out", shard=True)
     train(data, tmp_path / "plain")
-    assert "In a single process there is nothing to share out" in said
+    assert "A single process has nobody to share with" in said
     assert log_lines(tmp_path / "out") == log_lines(tmp_path / "plain")
 
 

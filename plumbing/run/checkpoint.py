@@ -1,4 +1,4 @@
-"""The state that a run continues from: checkpoints, written whole in the background and verified when they are read."""
+"""Checkpoints: the state that a run continues from. They are written in the background, and verified when read."""
 
 import copy
 import io
@@ -22,14 +22,14 @@ from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write
 from plumbing.run import source_code
 
-CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is that of step 500
+CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is the checkpoint of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
 READABLE = "Use a model_*.pt file from a run of train_gpt2.py, or a checkpoint of nanoGPT or build-nanogpt."
 
 
 # for each optimizer, the settings of its groups as the trainer made them
 Made = list[list[dict[str, Any]]]
-PARAMETERS = ("params", "param_names")  # the entries of an optimizer's group that are no settings
+PARAMETERS = ("params", "param_names")  # the entries of an optimizer's group that are not settings
 
 
 make_number: Any = np.float64(0).__reduce__()[0]  # how NumPy pickles a number, under NumPy 2's name and 1's
@@ -39,24 +39,24 @@ NUMPY_NUMBERS += {type(np.dtype(kind)) for kind in NUMBER_TYPES}
 
 
 class Checkpoint(TypedDict):
-    """What a model_<step>.pt holds: plain data and tensors. model_best.pt has no state to continue from."""
+    """The contents of a model_<step>.pt: plain data and tensors. model_best.pt has no state to continue from."""
 
     model: dict[str, Tensor]  # the model's state dict, without prefixes of DDP or torch.compile
     config: dict[str, Any]  # TrainConfig's fields
-    model_fields: list[str]  # those of them that define the model
+    model_fields: list[str]  # GPTConfig's fields
     tokenizer: str  # its name
-    tokenizer_file: str  # all of it, as tokenizers.dumps gives it; "" is GPT-2's
+    tokenizer_file: str  # the tokenizer itself, from tokenizers.dumps; "": GPT-2's
     step: int  # updates so far
     optimizer: list[dict[str, Any]]  # the state dict of each optimizer
     groups: list[str]  # their groups and the parameters in them, in words
     made: Made
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
-    loader: dict[str, Any]  # the position in the training data, and what fixes their order
-    own: dict[str, Any]  # the state dicts of what the trainer's setup has handed over
-    val_fingerprint: str  # that of the validation data
+    loader: dict[str, Any]  # the position in the training data, and the settings of their order
+    own: dict[str, Any]  # the state dicts of the objects in the trainer's Parts.own
+    val_fingerprint: str  # of the validation data
     val_loss: float | None  # the last one measured
-    best_val_loss: float  # that of model_best.pt
-    code: source_code.Code  # that trained it
+    best_val_loss: float  # the validation loss of model_best.pt
+    code: source_code.Code  # the code that trained it
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
     finished: bool  # whether the run's last evaluation is done
     launch: str  # of the torchrun that wrote it, see run.py
@@ -98,17 +98,17 @@ def newest_checkpoint(source: Name) -> Checkpoint | None:
         except FileNotFoundError:  # a run in progress has deleted it meanwhile, and written newer ones
             return newest_checkpoint(source)
         except UserError as error:
-            print(f"warning: {error} Now the one before it is tried.", flush=True)
+            print(f"warning: {error} Trying the one before it.", flush=True)
     if paths:
         raise UserError(
-            f"None of the checkpoints in {source} can be read. Restore one from a backup. To start the training over, "
-            "add --no-resume to its command."
+            f"None of the checkpoints in {source} can be read. Restore one from a backup, or train from the start: add "
+            "--no-resume to the command."
         )
     return None
 
 
 def read_file(path: Name) -> dict[str, Any]:
-    """The dict in a file of torch.save, onto the CPU. UserError if it is damaged, or holds anything else."""
+    """Load the dict in a file that torch.save wrote, to the CPU. UserError if it is damaged or holds anything else."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # the checksums, which torch.load does not check
@@ -131,12 +131,12 @@ def load_checkpoint(path: Name) -> Checkpoint:
 
 
 def load_state(source: str) -> Checkpoint | None:
-    """Load the newest checkpoint of a run or of a file, or None. UserError if it lacks what a run continues from."""
+    """Load a run's newest checkpoint, or the one in a file, or None. UserError if it has weights but no other state."""
     saved = newest_checkpoint(source)
     if saved and "optimizer" not in saved:
         raise UserError(
-            f"{source} has weights, but not the optimizer state that a run continues from. To start a run from "
-            "them, use --init-from."
+            f"{source} has weights but no optimizer state, so no run can continue from it. To start a run from these "
+            "weights, use --init-from."
         )
     return saved
 
@@ -153,7 +153,7 @@ def load_parent(source: str) -> Checkpoint:
 
 
 def as_checkpoint(content: dict[str, Any], path: Name) -> Checkpoint:
-    """The content of the file at `path`, a checkpoint of this program; else UserError."""
+    """Return the content of the file at `path` if it is a checkpoint of this program; otherwise raise UserError."""
     names = ("model", "config", "model_fields", "tokenizer_file", "code")
     missing = [f"no {name}" for name in names if name not in content]
     if missing:
@@ -162,7 +162,7 @@ def as_checkpoint(content: dict[str, Any], path: Name) -> Checkpoint:
 
 
 def metadata(config: Any, enc: tiktoken.Encoding) -> dict[str, Any]:
-    """What every checkpoint of a run holds beside its state."""
+    """The entries of a checkpoint that do not depend on the step."""
     settings = {"config": vars(config), "model_fields": list(vars(config.model_config))}
     texts = {"tokenizer": enc.name, "tokenizer_file": tokenizers.dumps(enc)}
     return settings | texts | {"code": source_code.code_of(type(config))}
@@ -211,7 +211,7 @@ def check_sharded(state: dict[str, Any]) -> None:
 
 
 def training_state(parts: Any) -> dict[str, Any]:
-    """The state of the trainer's `parts`, which `restore_state` reads again."""
+    """The state of the trainer's `parts`, for `restore_state`."""
     return {
         "model": parts.raw_model.state_dict(),
         "optimizer": [each.state_dict() for each in parts.optimizers],
@@ -224,10 +224,10 @@ def training_state(parts: Any) -> dict[str, Any]:
 
 
 def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None, *, made: Made) -> None:
-    """Continue from a checkpoint, whose weights the model has. Where its state does not fit, a run does not continue
-    (UserError), and a branch starts without it, as a note says.
+    """Restore a checkpoint, whose weights the model has already. If a part of it does not fit, a run cannot continue
+    (UserError). A branch starts without that part, and a note says so.
 
-    branched: what run.txt says of a new branch; made: the settings of the optimizers' groups as this start made them.
+    branched: see Start; made: the settings of the optimizers' groups as this start made them.
     """
     config, now = parts.config, training_state(parts)
     different = {}  # {what differs from the checkpoint: the note about it}
@@ -238,19 +238,19 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
             said += " Its batch ramp starts again."
         different[f"another order of the data ({order})"] = said
     if saved["val_fingerprint"] != now["val_fingerprint"]:
-        said = "The validation data are not the parent's, so losses cannot be compared with its own."
+        said = "The validation data are not the parent's, so the losses of both cannot be compared."
         different["other validation data"] = said
     groups = first_difference(saved["groups"], now["groups"])
     if groups:
-        said = f"The optimizers start without the parent's averages of gradients: it has {groups}."
+        said = f"The optimizers start without the parent's optimizer state: it has {groups}."
         different[f"other optimizers, where it has {groups}"] = said
     own = ", ".join(sorted(parts.own.keys() ^ saved["own"].keys()))
     if own:
-        different[f"other objects in Parts.own ({own})"] = f"The parent and this branch do not both have {own}."
+        different[f"other objects in Parts.own ({own})"] = f"Only the parent, or only this branch, has {own}."
     if different and branched is None:
         raise UserError(
-            f"The run in {config.out_dir} cannot continue with {' and '.join(different)}. Give it its own data "
-            f"(--data) and code, or start a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
+            f"The run in {config.out_dir} cannot continue with {' and '.join(different)}. Give it the data "
+            f"(--data) and code that it had, or start a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
         )
     for said in different.values():
         note(said)
@@ -291,17 +291,17 @@ def places_in(optimizers: list[Any]) -> list[str]:
 def load_optimizer(
     optimizer: Any, state: dict[str, Any], *, then: list[dict[str, Any]], now: list[dict[str, Any]]
 ) -> None:
-    """Load all that state_dict() gave, for the same parameters, but for the settings that this start made differently.
+    """Load a state_dict() of the same parameters, but keep the settings that this start has made differently.
 
-    then, now: the settings of its groups as they were made, in the run that saved the state and at this start. What the
-    optimizer has changed in its groups since, such as a count, is a part of its state.
+    then, now: the settings of its groups as they were made, in the run that saved the state and at this start. An entry
+    that the optimizer has changed since, such as a count, is part of its state.
     """
     optimizer.load_state_dict(state)
     for group, made_then, made_now in zip(optimizer.param_groups, then, now):
         for name, value in made_now.items():
             if name not in made_then or not is_same(made_then[name], value):
                 group[name] = copy.deepcopy(value)
-    # torch has made each floating tensor the parameter's dtype
+    # torch has cast each floating tensor to the parameter's dtype
     parameters = parameters_of(optimizer)
     for number, values in state.get("state", {}).items():
         if not isinstance(number, int):
@@ -321,7 +321,7 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two settings are equal as in a checkpoint: numbers, texts, tensors, or lists and dicts of these."""
+    """Whether two settings would be equal in a checkpoint: numbers, texts, tensors, or lists and dicts of these."""
     leaves, structure = tree_flatten(a)
     others, other_structure = tree_flatten(b)
     return structure == other_structure and all(map(is_same_leaf, leaves, others))
@@ -336,7 +336,7 @@ def is_same_leaf(a: Any, b: Any) -> bool:
 
 
 def check_readable(state: Any) -> None:
-    """Raise UserError, which names the place, if what a checkpoint holds beside tensors could not be read again."""
+    """Raise UserError, naming the place, if something in a checkpoint besides tensors could not be read again."""
 
     def without_tensors(value: Any) -> Any:
         return None if isinstance(value, Tensor) else as_pythons(value)
@@ -344,7 +344,7 @@ def check_readable(state: Any) -> None:
     place = unreadable(tree_map(without_tensors, state), "")
     if place:
         raise UserError(
-            f"No checkpoint could be read again with {place}. Keep tensors, numbers and texts there, or lists and "
+            f"A checkpoint with {place}, could not be read again. Keep tensors, numbers and texts there, or lists and "
             "dicts of these, and make everything else at each start."
         )
 
@@ -355,14 +355,14 @@ def as_pythons(value: Any) -> Any:
 
 
 def unreadable(value: Any, place: str) -> str:
-    """What of `value`, which is at `place`, cannot be read again: "['loader'], which is a function"; "" if all can."""
+    """Which part of `value` cannot be read again: "['loader'], which is a function"; "" if all can. place: of value."""
     file = io.BytesIO()
     try:
         torch.serialization.save(value, file)
         file.seek(0)
         unpickle(file)
         return ""
-    except Exception:  # whatever an object of any class does there
+    except Exception:  # an object of any class may raise anything
         inside = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
         if isinstance(inside, dict):
             for name, entry in inside.items():

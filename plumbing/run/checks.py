@@ -1,4 +1,4 @@
-"""Checks of the model: whether it does what the program needs, and whether all ranks still have the same one.
+"""Checks of the model: whether the program can work with it, and whether all ranks still have the same one.
 
 A run's model is examined before the first step of each start, and a loaded model before it is used.
 """
@@ -38,8 +38,8 @@ def texts(num_ids: int, length: int) -> list[torch.Tensor]:
 def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bool:
     """Whether decoding with a cache gives the same as reading the whole text, on these texts of ids (B, T).
 
-    Texts are cut so that this takes no time. is_new: whether a run starts with the model; otherwise it is only used,
-    and what a training needs of it is not asked again.
+    Texts are cut to keep this fast. is_new: whether a run starts with the model. A model that is only used is not
+    checked for training again.
     """
     parameters = sum(p.numel() for p in model.parameters())
     device = next(model.parameters()).device
@@ -52,18 +52,16 @@ def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bo
         has_cache = all(is_cache_right(model, idx) for idx in cut)
     if not has_cache:
         note(
-            "With a cache this model computes something else, so samples and HellaSwag do without.",
+            "With a cache this model computes something else, so samples and HellaSwag do not use one.",
             file=sys.stderr,
         )
     if is_new and most < max(text.size(1) for text in texts):
-        note(
-            f"On this CPU the model was examined on {most} tokens. What shows only in longer texts is not seen."
-        )
+        note(f"On this CPU the model was examined on {most} tokens. Longer texts may show other faults.")
     return has_cache
 
 
 def check_new(model: Any, idx: torch.Tensor, *, copies: bool) -> None:
-    """Warn if a run's first model looks ahead, mixes rows, is not saved whole, or has a loss of another kind.
+    """Warn if a run's first model looks ahead, mixes rows, is not saved completely, or has another loss.
 
     copies: whether there is room and time for a second model.
     """
@@ -75,21 +73,21 @@ def check_new(model: Any, idx: torch.Tensor, *, copies: bool) -> None:
     if not are_rows_independent(model, idx, hidden):
         print0(
             "warning: A token's logits depend on the other rows of its batch, so losses and HellaSwag's scores change "
-            "with B, which is chosen by memory."
+            "with B, which depends on the memory."
         )
     if copies and not is_saved_whole(model, idx):
         print0(
             "warning: A second model with the saved weights computes other logits, so a resumed run will not be the"
             " same. Keep everything that the model computes with in its parameters and buffers."
         )
-    # of these targets, another loss than the plain one shows even in a new model
+    # with the likeliest ids as targets, a loss other than cross-entropy shows even in a new model
     likely = model(idx)[0].argmax(-1)
     logits, loss = model(idx, likely)[:2]  # a changed model may return more
     plain = F.cross_entropy(logits[0].float(), likely[0])
     if not abs(loss - plain) <= 1e-4 * plain:
         note(
             f"The loss in validation is not the cross-entropy of the logits ({loss:.4f}, and not {plain:.4f}), so "
-            "neither it nor bits per byte can be compared with other models'. Add what is only for training `if "
+            "neither it nor bits per byte can be compared with other models'. Add terms for training only under `if "
             "self.training`."
         )
 
@@ -113,14 +111,14 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def is_causal(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether the first half stays as it is if the second half of the text is another."""
+    """Whether the hidden states of a text's first half stay the same when its second half changes."""
     half = max(1, idx.size(1) // 2)
     other = torch.cat([idx[:, :half], idx[:, half:].flip(1)], 1)
     return is_close(model.hidden_states(other)[:, :half], hidden[:, :half])
 
 
 def are_rows_independent(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether a text gives the same in a batch, before and after another row."""
+    """Whether a text's hidden states are the same in a batch, before and after another row."""
     other = idx.flip(1)
     rows = model.hidden_states(torch.cat([idx, other, idx]))
     return is_close(rows[:1], hidden) and is_close(rows[2:], hidden)
@@ -135,11 +133,11 @@ def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
         return is_close(second.to(idx.device).eval()(idx)[0], model(idx)[0])
     except RuntimeError as error:
         if is_out_of_memory(error):
-            return True  # it was not tried
+            return True  # there is no memory to try it
         problem = " ".join(str(error).split())
         raise UserError(
             f"A second {type(model).__name__} with the same config cannot load this model's weights, so no checkpoint "
-            f"of the run could be used: {problem}. Make all its layers in its __init__."
+            f"of the run could be used: {problem}. Make all layers in __init__."
         ) from None
 
 
@@ -158,9 +156,9 @@ def check_weights_stay(model: Any, num_ids: int) -> None:
 
 
 def is_cache_right(model: Any, idx: torch.Tensor) -> bool:
-    """Whether a cache gives the same as the whole text, however the text is split.
+    """Whether decoding with a cache gives the same as reading the whole text, however the text is split.
 
-    It is split into a first token or a long prompt, single tokens and several at once.
+    The splits begin with one token or with a long prompt; then come single tokens and several at once.
     """
     hidden = model.hidden_states(idx)
     T = idx.size(1)
@@ -179,7 +177,7 @@ def is_cache_right(model: Any, idx: torch.Tensor) -> bool:
 
 
 def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
-    """Raise UserError if two optimizers have the same parameter. One that no optimizer has is frozen and named."""
+    """Raise UserError if two optimizers have the same parameter. Freeze the parameters that none has, with a note."""
     updated = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -191,9 +189,9 @@ def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
         raise UserError(f"Two optimizers have the parameter {twice[0]}. Leave it in one of them.")
     missing = [name for name in trainable if not counts[name]]
     if missing:
-        note(f"No optimizer has {', '.join(missing)}, so it stays as it is.")
+        note(f"No optimizer has {', '.join(missing)}, so training does not change that.")
     for name in missing:
-        trainable[name].requires_grad_(False)  # its gradient would count when the others are clipped
+        trainable[name].requires_grad_(False)  # its gradient would count in the norm that clips the others
 
 
 def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
@@ -209,17 +207,17 @@ def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
     differs = ((gathered - gathered[0]).abs() / gathered[0].clamp(min=1e-30)).amax(0)
     if differs.max() > 1e-6:
         raise UserError(
-            f"After step {step}, {names[int(differs.argmax())]} is not the same on all ranks, so each trains its own "
-            "model. DDP averages gradients while the same parameters require one as when the run began and each gets "
-            "one in every step, and random numbers are each rank's own. No checkpoint was written."
+            f"After step {step}, {names[int(differs.argmax())]} is not the same on all ranks, so each rank trains "
+            "another model. DDP averages the gradients only of parameters that required one when the run began, and "
+            "each must get one in every step. Random numbers differ between ranks. No checkpoint was written."
         )
 
 
 def note_gradients(model: torch.nn.Module, step: int) -> None:
-    """Say so if a checkpoint is written while there are gradients, which it does not hold."""
+    """Note if a checkpoint is written while there are gradients: it does not hold them."""
     left = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
     if left:
         note(
-            f"After step {step} there are gradients, such as that of {left[0]}. No checkpoint has them, so a run "
+            f"After step {step} there are gradients, for example of {left[0]}. No checkpoint holds them, so a run "
             "that is resumed here computes other updates."
         )

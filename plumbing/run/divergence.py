@@ -1,4 +1,4 @@
-"""The error for a training that diverges: where in the data, and what to do."""
+"""The error message when training diverges: where in the data it happened, and what to do."""
 
 from typing import Any
 
@@ -12,19 +12,18 @@ from plumbing.run.summary import rate_flags
 def diverged(step: int, parts: Any, *, loss: float, norm: float, start: int, batch_losses: Any) -> UserError:
     """The error for a loss or gradient norm that is not finite, in a step whose windows begin at position `start`.
 
-    batch_losses: this rank's losses of its micro-batches, which have equally many windows.
+    batch_losses: this rank's losses of its micro-batches, which all have the same number of windows.
     """
     config, loader = parts.config, parts.loader
     gathered = parts.world.gather(batch_losses.tolist())
     losses = np.array(gathered).T.flatten()  # in the order of the micro-batches
     B = (loader.position - start) // len(losses)
-    first_bad = int(
-        np.argmin(np.isfinite(losses))
-    )  # the first micro-batch if all are finite, as the norm is not
+    # if all are finite, and only the norm is not, this is the first micro-batch
+    first_bad = int(np.argmin(np.isfinite(losses)))
     positions = start + first_bad * B + np.arange(min(B, 4))
     where = loader.order.describe(positions)
     rates = " ".join(f"{flag} LOWER" for flag in rate_flags(config, parts.optimizers))
-    # no step has succeeded from this very step's checkpoint
+    # a checkpoint of this step does not help: training diverges from there
     good = [path for path in checkpoints.list_checkpoints(config.out_dir) if checkpoints.step_of(path) < step]
     remedy = f"--no-resume {rates}"
     if good:

@@ -1,4 +1,4 @@
-"""A run's folder at its start: old files are moved aside, and the start is described in run.txt."""
+"""Prepares a run's folder at its start: moves old files aside, and describes the start in run.txt."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from plumbing.files import atomic_write, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import logs, source_code
 
-# the names of what a run writes into its folder
+# the names of the files that a run writes into its folder
 OURS = re.compile(
     rf"(run|log|samples)\.txt|hf|wandb|{source_code.COPY.pattern}|{checkpoints.BEST}|{checkpoints.CHECKPOINT_NAME.pattern}"
 )
@@ -22,8 +22,8 @@ def prepare_folder(start: Any, parts: Any) -> None:
     config, out_dir = start.config, Path(start.config.out_dir)
     stale = stale_files(start, out_dir)
     if stale:
-        # checkpoints first, the newest before the others: if this is cut short, what is left is the run at an earlier
-        # step, or none
+        # checkpoints first, from the newest to the oldest: if this is cut short, it leaves the run at an earlier step,
+        # or no run
         stale.sort(key=lambda path: (path.suffix == ".pt", path.name), reverse=True)
         aside = move_aside(stale, out_dir)
         names = ", ".join(sorted(path.name for path in stale))
@@ -38,7 +38,7 @@ def prepare_folder(start: Any, parts: Any) -> None:
 
 
 def stale_files(start: Any, out_dir: Path) -> list[Path]:
-    """The damaged newest checkpoints of a run that continues. For a new run, all that an old one has written."""
+    """For a run that continues, the damaged checkpoints after its step. For a new run, all files of an old run."""
     if start.saved and not start.branched:
         found = checkpoints.list_checkpoints(out_dir)
         return [path for path in found if checkpoints.step_of(path) > start.step]
@@ -63,7 +63,7 @@ def fingerprints(parts: Any) -> dict[str, list[str]]:
 
 
 def move_aside(paths: list[Path], out_dir: Path) -> Path:
-    """Move files of `out_dir` to a new folder beside it, or inside of it where nothing can be moved out of it."""
+    """Move files of `out_dir` to a new folder beside it, or inside it if they cannot leave it."""
     for aside in (free_name(out_dir.resolve()), free_name(out_dir / "old")):
         try:
             aside.mkdir()
@@ -80,7 +80,7 @@ def move_aside(paths: list[Path], out_dir: Path) -> Path:
 
 
 def keep_samples_before(path: Path, step: int) -> None:
-    """Remove the samples from `step` on, which a run that was killed will write again."""
+    """Remove the samples from `step` on: a run that was killed will write them again."""
     if not os.path.lexists(path):
         return
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:  # refuses a link
@@ -90,6 +90,6 @@ def keep_samples_before(path: Path, step: int) -> None:
 
 
 def step_of_sample(line: str) -> int:
-    """The number at the beginning of a line of samples.txt; -1 for a line of the user's own without one."""
+    """The number at the beginning of a line of samples.txt; -1 for a user's line without one."""
     number = line.partition(" ")[0]
     return int(number) if number.isdecimal() else -1

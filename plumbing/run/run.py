@@ -40,12 +40,12 @@ from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
 from plumbing.system.collectives import class_of
 
-SECONDS_PER_LINE = 0.5  # between the console's lines about steps
+SECONDS_PER_LINE = 0.5  # the least time between the console's lines about steps
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
 
 
 class Ended(NamedTuple):
-    """What a run ended with."""
+    """How a run ended."""
 
     step: int  # updates so far
     losses: dict[str, float]  # the last value of each stream of log.txt, such as "train" and "val"
@@ -57,23 +57,21 @@ class Ended(NamedTuple):
 
 @dataclass
 class RunFiles:
-    """What rank 0 writes to, and what it has read of earlier starts."""
+    """Rank 0's open files, and numbers that it has read from earlier logs."""
 
     log: IO[str]
     writer: CheckpointWriter
     wandb: WandbLog | None
-    earlier_losses: dict[
-        int, float
-    ]  # {step: loss} of steps that an earlier start has done after its last checkpoint
-    parents_lr: float | None  # the rate of the parent's last step, for a new branch
+    earlier_losses: dict[int, float]  # {step: loss} of steps after the checkpoint that an earlier start has done
+    parents_lr: float | None  # for a new branch: the learning rate of its parent's last step
 
 
 @contextlib.contextmanager
 def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
     """Restore the checkpoint, open the run's files and catch stop signals.
 
-    On exit, however it happens, the newest checkpoint is on disk. Before it opens anything, it says what the run will
-    do and cost. A dry run ends there: it yields None.
+    On exit, however it happens, the newest checkpoint is on disk. Before it opens anything, it prints what the run will
+    do and cost. In a dry run it stops there, and yields None.
     """
     made = checkpoints.settings_of_groups(parts.optimizers)
     if parts.loader:
@@ -91,17 +89,17 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
         files = parts.world.run_on_master(open_files, start, parts, stack)
         run = Run(start, parts, signals, files=files, made=made)
         if start.branched:
-            run.write_checkpoint(start.step, finished=False)  # from here on, the branch needs its parent no more
-        for held in (start.saved, start.weights):  # gigabytes, which the parts have taken over
+            run.write_checkpoint(start.step, finished=False)  # from here on, the branch does not need its parent
+        for held in (start.saved, start.weights):  # gigabytes that the parts hold now
             if held:
                 held.clear()
         gc.collect()
         gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
-        stack.callback(gc.unfreeze)  # else triton's bindings report at the exit that their objects still live
+        stack.callback(gc.unfreeze)  # otherwise triton's bindings report live objects at exit
         try:
             yield run
         except Exception as error:
-            if start.config.shard and is_out_of_memory(error):  # there was no trial
+            if start.config.shard and is_out_of_memory(error):  # no trial has found the largest B
                 smaller = max(1, parts.found.B // 2)
                 raise UserError(
                     f"With B = {parts.found.B} memory runs out. Add --batch-size {smaller} or, if a whole copy of the "
@@ -111,7 +109,7 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
 
 
 def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
-    """Prepare the run's folder and open what rank 0 writes to. `stack` closes it."""
+    """Prepare the run's folder and open rank 0's files. `stack` closes them."""
     config = start.config
     out_dir = Path(config.out_dir)
     path = out_dir / "log.txt"
@@ -138,12 +136,12 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
 
 
 def close_log(log: IO[str]) -> None:
-    with contextlib.suppress(OSError):  # a full disk was reported by the write that found it
+    with contextlib.suppress(OSError):  # the write that met a full disk has reported it
         log.close()
 
 
 def finish_wandb(wandb: WandbLog, kind: Any, *exception: Any) -> None:
-    """End the mirror of the log, with a status that says whether an exception of this kind ends the run."""
+    """End the log's mirror at W&B: status 1 if an exception ends the run, 0 otherwise."""
     wandb.finish(status=1 if kind else 0)
 
 
@@ -168,14 +166,14 @@ class Run:
         self.parents_lr = files.parents_lr if files else None
         self.out_dir = Path(config.out_dir)
         self.val_loss = start.saved.get("val_loss") if start.saved else None  # the last one measured
-        # that of model_best.pt
+        # the validation loss of model_best.pt
         self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
         self.sample = ""
         self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.torchrun_id()}
         self.started = self.first_step_ended = time.perf_counter()
-        self.step_printed = -math.inf  # when the console showed the last step
+        self.step_printed = -math.inf  # when the console last showed a step
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
         """Print a line about a step, unless `text` is empty, and log its values, {stream: value}."""
@@ -191,14 +189,14 @@ class Run:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Context of an evaluation, which ends even if a signal to stop arrives. Then all ranks learn of the signal."""
+        """Context for an evaluation. A signal to stop does not cut it short; then all ranks learn of the signal."""
         self.signals.evaluating = True
         yield
         self.signals.evaluating = False
         self.stopping = self.world.max_over_ranks(len(self.signals)) > 0
 
     def log_val_loss(self, step: int, mean: Any, *, by_folder: list[Any]) -> None:
-        """Log the validation loss: the mean over the folders and, if there are several, that of each.
+        """Log the validation loss: the mean over the folders and, if there are several, each folder's loss.
 
         With keep_best, keep the weights of the lowest mean so far as model_best.pt.
         """
@@ -222,7 +220,7 @@ class Run:
                 self.files.writer.submit(checkpoints.BEST, best | self.metadata)
 
     def log_samples(self, step: int, texts: list[str]) -> None:
-        """Print samples in lines of 80 columns, and keep them. The model card shows the last one."""
+        """Print samples in lines of 80 columns, and add them to samples.txt. The model card shows the last one."""
         self.sample = texts[-1]
         first = f"step {step:5d} | sample | "
         rest = f"{'':10} | {'':6} | "
@@ -233,7 +231,7 @@ class Run:
             file.writelines(f"{step} {json.dumps(text)}\n" for text in texts)
 
     def log_step(self, step: int, done: Any, *, seconds: float) -> None:
-        """Report the update of `step`, the trainer's Step `done`, which took so many seconds."""
+        """Report a step. done: the trainer's Step; seconds: how long it took."""
         now = time.perf_counter()
         self.stopping = done.stop
         if step == self.start_step:
@@ -242,7 +240,7 @@ class Run:
         self.compare_with_before(step, done.loss)
         rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still
         text = ""
-        # faster lines could not be read; log.txt has every step
+        # nobody could read faster lines; log.txt has every step
         if now - self.step_printed >= SECONDS_PER_LINE:
             self.step_printed = now
             text = step_line(done, seconds=seconds, mfu=self.mfu(rate), left=self.seconds_left(step, seconds))
@@ -254,21 +252,21 @@ class Run:
     def compare_with_before(self, step: int, loss: float) -> None:
         """Note if a step that is repeated after a crash has a different loss than the first time.
 
-        On other ranks rounding differs, and grows from step to step, so only the first steps are compared.
+        On another number of ranks, the rounding differs more with each step, so only the first steps are compared.
         """
         if not self.files or step >= self.start_step + 10:
             return
         before = self.files.earlier_losses.pop(step, loss)
         limit = 1e-5 if self.config.dtype == "float32" else 1e-2
         if abs(loss - before) > limit * abs(before):
-            self.files.earlier_losses.clear()  # it is said once
+            self.files.earlier_losses.clear()  # one note is enough
             note(
                 f"The loss of step {step} was {before:.6f} before the run was stopped, and is {loss:.6f} now. "
-                "Perhaps the training computes with something that is in no checkpoint: see Parts.own in the trainer."
+                "Perhaps the training uses a state that no checkpoint holds: see Parts.own in the trainer."
             )
 
     def mfu(self, rate: float) -> float:
-        """The share of the devices' peak that this many tokens per second take; 0 if the peak is not known."""
+        """The share of the devices' peak FLOP/s that so many tokens per second use; 0 if the peak is not known."""
         peak = devices.peak_flops(self.world.device_name)
         if not peak:
             return 0.0
@@ -287,7 +285,7 @@ class Run:
             self.write_checkpoint(step, finished=finished)
 
     def write_checkpoint(self, step: int, *, finished: bool) -> None:
-        """Write a checkpoint of the parts as they are, in the background."""
+        """Write a checkpoint of the parts in their current state, in the background."""
         self.check_ranks(step)
         checks.note_gradients(self.parts.raw_model, step)
         state = self.gathered(training_state(self.parts) | {"made": self.made})
@@ -297,8 +295,8 @@ class Run:
             for split in loader.order.splits:
                 if split.fingerprint_now() != split.fingerprint:
                     raise UserError(
-                        f"The shards in {split.folder} have changed since the run began to read them, so this is no "
-                        "longer that run. Restore them, and repeat the command to continue from the last checkpoint."
+                        f"The shards in {split.folder} have changed since the run began to read them. Restore them, "
+                        "and repeat the command to continue from the last checkpoint."
                     )
         losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
         progress = {"step": step, "finished": finished}
@@ -313,7 +311,7 @@ class Run:
         return sharding.gathered_on_master(state, self.world)
 
     def check_ranks(self, step: int) -> None:
-        """Raise UserError if the ranks train different models. Sharded, none of them has a model of its own."""
+        """Raise UserError if the ranks train different models. With --shard they share one model."""
         if self.world.size > 1 and not self.config.shard:
             checks.check_ranks(self.parts.raw_model, step, self.world)
 
@@ -360,7 +358,7 @@ def step_line(done: Any, *, seconds: float, mfu: float, left: float) -> str:
 
     loss  5.3102  lr 1.6e-3  norm  0.98   46 ms   45K tok/s  0:18 left
 
-    norm: of the gradient, before it was clipped; mfu: 0 if it is not known; left: seconds.
+    norm: the gradient norm before clipping; mfu: 0 if it is not known; left: seconds.
     """
     lr = f"{done.lr:.1e}".replace("e-0", "e-")
     took = f"{1e3 * seconds:3.0f} ms" if seconds < 0.9995 else f"{short(seconds):>4} s"
@@ -372,30 +370,30 @@ def step_line(done: Any, *, seconds: float, mfu: float, left: float) -> str:
 
 
 def checked_scalars(scalars: dict[str, Any]) -> dict[str, float]:
-    """The user's own numbers as floats. UserError for a name that log.txt would not keep, or that the program uses."""
+    """The user's numbers as floats. UserError for a name that log.txt cannot hold, or that the program uses."""
     floats = {}
     for name, value in scalars.items():
         # val bpb would be written as val_bpb, among the program's own values
         if STREAMS.fullmatch(name) or logs.NO_NAME.search(name) or not name:
             raise UserError(
-                f"{name!r} cannot be the name of a scalar: it is empty, one of the program's own, or has other "
-                "characters than letters, digits, and . _ - / in it."
+                f"{name!r} cannot be the name of a scalar. Use letters, digits and . _ - /, and no name that the "
+                "program itself logs."
             )
         floats[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
     return floats
 
 
 def export(out_dir: Path, step: int, raw_model: Any, *, enc: Any, sample: str = "") -> None:
-    """Write hf/, if the model is a GPT-2. Another failure is a note and does not end the run."""
+    """Write hf/ if the model is a GPT-2. If the export fails, a note says why, and the run ends as usual."""
     hf = out_dir / "hf"
     print(f"Exporting the model to {hf}.", flush=True)
     card = functools.partial(make_card, run_folder=out_dir, sample=sample)
     try:
         export_huggingface(raw_model.eval(), enc, hf, step=step, make_card=card)
-    except Exception as error:  # of a large package, say, or because the model was changed
+    except Exception as error:  # in a large package, say, or because the model was changed
         # a full disk or GPU: running the same command again repeats the export
         if isinstance(error.__cause__ or error, OSError) or is_out_of_memory(error):
             raise
         print(
-            f"note: There is no {hf}. {first_line(error)}. The checkpoints have the model, and sample.py reads them."
+            f"note: There is no {hf}. {first_line(error)}. The checkpoints hold the model, and sample.py reads them."
         )

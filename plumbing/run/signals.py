@@ -34,6 +34,6 @@ class Signals(list[int]):
         if number == signal.SIGINT and number in self:
             os._exit(128 + number)
         if self.evaluating and not self:
-            with contextlib.suppress(OSError):  # a stream of Python's may be in the middle of a write
+            with contextlib.suppress(OSError):  # not print, because the signal may interrupt another print
                 os.write(1, b"Stopping after this evaluation.\n")
         self.append(number)

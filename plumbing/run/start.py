@@ -1,7 +1,7 @@
-"""How a run starts. What it is, is decided here, once: a run that continues, a branch, a fine-tuning or a new run.
+"""How a run starts. It is decided here, once: a run that continues, a branch, a fine-tuning or a new run.
 
-Rank 0 decides, while it holds the lock on the run's folder, and tells the other ranks. The settings come from the
-preset, from the run, its parent or its model, and from what was typed, in this order.
+Rank 0 decides, while it holds the lock on the run's folder, and tells the other ranks. Settings come from the preset,
+then from the run, its parent or its model, then from the command. The later ones win.
 """
 
 import contextlib
@@ -35,16 +35,15 @@ MakeConfig = Callable[[dict[str, Any], dict[str, Any], World], Any]
 
 
 class Start(NamedTuple):
-    """What a run is, and what it starts from: a checkpoint, weights alone or, if both are None, nothing."""
+    """The decision about a start: the config, and a checkpoint or weights to start from. A new model has neither."""
 
     config: Any  # the TrainConfig, made once
     typed: dict[str, Any]  # the typed settings, by name
-    saved: Checkpoint | None = None  # the run's newest one or, for a new branch, its parent's
+    saved: Checkpoint | None = None  # the run's newest checkpoint or, for a new branch, its parent's
     weights: dict[str, torch.Tensor] | None = None  # the state dict of the model to start from
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
-    old_ids: torch.Tensor | None = (
-        None  # for data with another tokenizer: the old ids of its tokens, see GPT.extend
-    )
+    # for data with another tokenizer: the old ids of its tokens, see GPT.extend
+    old_ids: torch.Tensor | None = None
     ended: Ended | None = None  # what a finished run ended with
     lock: FolderLock | None = None  # on the run's folder, held by rank 0
 
@@ -62,14 +61,14 @@ def begin(
     model_class: type,
     world: World,
 ) -> Iterator[Start]:
-    """Context that locks the run's folder and yields the same Start on all ranks, as rank 0 has decided it.
+    """Context that locks the run's folder and yields rank 0's decision, the same Start on all ranks.
 
     make_config(inherited, typed, world) makes and checks a TrainConfig. The presets are TrainConfigs as well.
     """
     asked = dataclasses.replace(presets[typed.get("preset", next(iter(presets)))], **typed)
     config_class = type(asked)
     if asked.init_from and asked.max_steps == 0 and "out_dir" not in typed:
-        # an evaluation gets its own folder, because the default one is often that of the model's run
+        # an evaluation gets its own folder, because the model's run is often in the default one
         typed = typed | {"out_dir": f"{asked.out_dir}/eval"}
         asked = dataclasses.replace(asked, out_dir=typed["out_dir"])
     per_node = {field.name for field in dataclasses.fields(config_class) if is_per_node(field)}
@@ -79,10 +78,8 @@ def begin(
         request = Request(asked, typed, make_config, world=world)
         start = world.broadcast_from_master(decide, request, keeps=is_sharded)
         if asked.shard and world.size == 1:
-            note(
-                "--shard shares a model out over several ranks. In a single process there is nothing to share out."
-            )
-        devices.choose_dtype(start.config.dtype, world.device)  # which another rank's device may lack
+            note("--shard shares out a model over several ranks. A single process has nobody to share with.")
+        devices.choose_dtype(start.config.dtype, world.device)  # another rank's device may lack it
         if start.ended:
             world.run_on_master(report_finished, start.config, start.saved, model_class)
         own_paths = {name: value for name, value in typed.items() if name in per_node}
@@ -92,11 +89,13 @@ def begin(
         except AssertionError as error:
             if not config.shard or "FSDP" not in str(error):
                 raise
-            raise UserError(f"--shard: {first_line(error)}. Leave --shard out, or what asks for that.") from None
+            raise UserError(
+                f"--shard: {first_line(error)}. Leave --shard out, or change the code that needs this."
+            ) from None
 
 
 def is_sharded(start: Start) -> bool:
-    """Whether rank 0 hands out the weights and the optimizer state, and the other ranks never have all of them."""
+    """Whether the run is sharded. Then only rank 0 ever has all weights and optimizer state, and hands them out."""
     return start.config.shard
 
 
@@ -114,7 +113,7 @@ def check_agreement(typed: dict[str, Any], config_class: type, per_node: set[str
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the command asks for."""
+    """A command: its settings, and how to make a config of them."""
 
     asked: Any  # the preset with the typed settings applied
     typed: dict[str, Any]
@@ -122,11 +121,11 @@ class Request:
     world: World = dataclasses.field(kw_only=True)
 
     def config(self, settings: dict[str, Any], *, without: Iterable[str] = ()) -> Any:
-        """The config of a run that takes over these settings of a checkpoint or a model, except those `without`."""
+        """The config of a run that inherits the settings of a checkpoint or a model, except those in `without`."""
         inherited = inheritable(type(self.asked), settings)
         for name in without:
             inherited.pop(name, None)
-        # "auto" leaves a choice as it was
+        # "auto" keeps an inherited choice
         typed = {name: value for name, value in self.typed.items() if value != "auto" or name not in inherited}
         return self.make_config(inherited, typed, self.world)
 
@@ -135,7 +134,7 @@ def decide(request: Request) -> Start:
     """Decide on rank 0 what this start is: a run that continues, a branch, a fine-tuning or a new run."""
     asked, typed = request.asked, request.typed
     if asked.branch_from and asked.init_from:
-        raise UserError("--branch-from and --init-from both name the first weights. Give one of them.")
+        raise UserError("--branch-from and --init-from both name the weights to start from. Give one of them.")
     if asked.branch_from:
         check_folder_of_branch(folder_of(asked.branch_from), asked.out_dir)
     own = load_own(asked)
@@ -155,7 +154,7 @@ def decide(request: Request) -> Start:
 
 
 def continue_run(own: Checkpoint, request: Request) -> Start:
-    """The run in out_dir continues from its newest checkpoint, unless it is finished."""
+    """Continue the run in out_dir from its newest checkpoint, unless it is finished."""
     config = request.config(own["config"])
     changed = changed_settings(own["config"], config)
     if changed:
@@ -171,7 +170,7 @@ def continue_run(own: Checkpoint, request: Request) -> Start:
 
 
 def start_branch(parent: Checkpoint, request: Request) -> Start:
-    """A new run continues from the state of another one, with other settings. UserError if it would end before that."""
+    """Start a new run from another run's state, with other settings. UserError if it would have no steps left."""
     settings, step = parent["config"], parent["step"]
     without = ["branch_from"]
     folders, parents = request.asked.data, settings["data"]
@@ -183,7 +182,7 @@ def start_branch(parent: Checkpoint, request: Request) -> Start:
     say_what_is_taken_over(settings, config, request, source=source)
     if step >= config.max_steps:
         raise UserError(
-            f"The branch would end at step {config.max_steps}, but {source} has done {step} steps already. Give more "
+            f"The branch would end at step {config.max_steps}, but {source} has done {step} steps already. Raise "
             "--max-steps or --passes. To evaluate it, use --init-from instead of --branch-from."
         )
     model = models.from_checkpoint(parent)
@@ -199,7 +198,7 @@ def start_branch(parent: Checkpoint, request: Request) -> Start:
 
 
 def start_from_model(model: models.SavedModel, request: Request) -> Start:
-    """A new run starts from a model's weights. If its data have another tokenizer, the model gets that one's rows."""
+    """Start a new run from a model's weights. For data with another tokenizer, it gets a row for each of its ids."""
     config = request.config(model.settings)
     old_ids = models.ids_in(model, config)
     if old_ids is not None:
@@ -217,7 +216,7 @@ def load_own(asked: Any) -> Checkpoint | None:
         return checkpoints.load_state(asked.out_dir)
     if not logs.is_restarted():
         return None
-    # under --no-resume, only a run continues that this very torchrun has started, and restarts after a crash
+    # with --no-resume, a run continues only if this same torchrun has started it, and restarts it after a crash
     saved = checkpoints.load_state(asked.out_dir)
     return saved if saved and saved["launch"] == logs.torchrun_id() else None
 
@@ -232,18 +231,18 @@ def check_folder_of_branch(parent: Path, out_dir: str) -> None:
     """Raise UserError if the branch has its parent's folder, which --no-resume would move aside."""
     if parent.exists() and parent.samefile(out_dir):
         raise UserError(
-            f"--out-dir is the folder of the parent (--branch-from), {parent}. Give the branch a folder of its own."
+            f"--out-dir is the folder of the parent (--branch-from), {parent}. Name another folder for the branch."
         )
 
 
 def refuse_another_recipe(config: Any, step: int, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Raise UserError: what was typed is not the recipe of the run in out_dir. changed: {setting: (then, now)}."""
+    """Raise UserError: the run in out_dir has another recipe than the command. changed: {setting: (then, now)}."""
     told = ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in changed.items())
-    # a branch keeps the shapes of the weights, and ends behind the step that it starts from
+    # a branch keeps the shapes of the weights, and ends after the step that it starts from
     keeps_shapes = changed.keys().isdisjoint(vars(config.model_config))
     flag = "--branch-from" if keeps_shapes and config.max_steps > step else "--init-from"
     advice = (
-        f"start another run from its weights of step {step}: add {flag} {quote(config.out_dir)} --out-dir NEW"
+        f"start another run from its weights at step {step}: add {flag} {quote(config.out_dir)} --out-dir NEW"
     )
     if changed.keys() & {"branch_from", "init_from"}:
         advice = "start what you typed in another --out-dir"
@@ -254,11 +253,11 @@ def refuse_another_recipe(config: Any, step: int, changed: dict[str, tuple[Any, 
 
 
 def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Request, *, source: str) -> None:
-    """Say which settings come from the run, its parent or its model, and differ from those of the command."""
+    """Print the settings from the run, its parent or its model that differ from the command's."""
     asked, typed = request.asked, request.typed
     preset = typed.get("preset")
     if config.branch_from and preset and preset != settings.get("preset"):
-        note(f"A branch has its parent's settings, and not those of --preset {preset}.")
+        note(f"A branch keeps its parent's settings, not those of --preset {preset}.")
     taken = []
     for name, value in inheritable(type(config), settings).items():
         is_typed = typed.get(name, "auto") != "auto"
@@ -271,13 +270,13 @@ def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Reque
 
 
 def check_model(model: models.SavedModel, config: Any, *, source: str) -> None:
-    """Raise UserError for a setting that GPTConfig does not have. Say so if other code trained the model."""
+    """Raise UserError for a setting that GPTConfig does not have. Note if other code trained the model."""
     models.config_of(type(config.model_config), model.settings)
     source_code.check_code(model.code, type(config), source, goes_on=True)
 
 
 def check_config(config: Any, complaints: Iterable[str], world: World) -> None:
-    """Raise one UserError with everything that is wrong with a TrainConfig. The trainer complains about the recipe."""
+    """Raise one UserError with everything that is wrong with a TrainConfig. complaints: the trainer's sentences."""
     check(config, [*complaints, *complaints_here(config, world)])
 
 
@@ -309,7 +308,7 @@ def complaints_here(c: Any, world: World) -> Iterator[str]:
 def check_data(
     config: Any, loader: Any, val_loaders: list[Any], *, enc: Any, num_ids: int, world: World
 ) -> None:
-    """Raise UserError unless the data are whole, enough, the same on all ranks, and have no more than num_ids ids."""
+    """Raise UserError unless the data are complete, enough, the same on all ranks, and have at most num_ids ids."""
     if not enc:  # a dry run without data
         return
     models.check_num_ids(num_ids, enc)
@@ -332,9 +331,9 @@ def check_data(
 
 
 def first_model(model_class: type, start: Start, device: torch.device, *, ranks: int = 1) -> Any:
-    """The model on the device, with its first weights: new ones, or those that the run starts from.
+    """Make the model on the device, with new weights or with those that the run starts from.
 
-    ranks: those that train; a model that is too large for each of them may be shared out.
+    ranks: how many train it. The message for a model that is too large for one rank then advises --shard.
     """
     config = start.config.model_config
     if start.saved:
@@ -342,8 +341,8 @@ def first_model(model_class: type, start: Start, device: torch.device, *, ranks:
     if start.weights is not None:
         model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
         return model.to(device)
-    if start.config.dry_run:  # which is about any machine
-        # a model that reads its first values is not made without memory
+    if start.config.dry_run:  # it may be about a larger machine than this one
+        # a model that reads its initial values cannot be made without memory
         with contextlib.suppress(Exception), torch.device("meta"), memory.SkipInit():
             return model_class(config)
     elif start.config.max_steps and not start.config.shard:
@@ -352,15 +351,15 @@ def first_model(model_class: type, start: Start, device: torch.device, *, ranks:
 
 
 def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torch.Tensor]) -> Any:
-    """The model of the run's checkpoint or its parent's. UserError if a branch's settings change a weight's shape."""
+    """The model in the run's or its parent's checkpoint. UserError if a branch's settings change a weight's shape."""
     extends = start.branched is not None  # the buffers of a branch may have other shapes
     model = models.from_state(model_class, start.config.model_config, weights, extends=extends)
     for name, p in model.named_parameters():
         if name in weights and p.shape != weights[name].shape:
             raise UserError(
                 f"With the typed settings, {name} has {len(p)} rows instead of {len(weights[name])}, and a branch "
-                "keeps the shapes of its parent's weights. Leave out what changes the model, or start a new run from "
-                "these weights, with --init-from instead of --branch-from."
+                "keeps the shapes of its parent's weights. Leave out the flags that change the model, or start a new "
+                "run from these weights, with --init-from instead of --branch-from."
             )
     return model
 
@@ -370,7 +369,7 @@ def sharded_model(
 ) -> Any:  # fmt: skip
     """The model with its first weights, shared out over the ranks by shard(model, config, world).
 
-    Rank 0 makes it whole in main memory, and examines it there: see `try_out`.
+    Rank 0 makes the whole model in main memory, and examines it there: see `try_out`.
     """
     config = start.config
     make_model = functools.partial(model_class, config.model_config)
@@ -398,7 +397,7 @@ def sharded_model(
 
 
 def examine(model: Any, text: Any, *, num_ids: int, longest: int) -> bool:
-    """Whether the model has a cache. text: a batch of validation data (B, T), or None; longest: the most it reads."""
+    """Whether a cache works for the model. text: a batch of validation data (B, T), or None; longest: see try_out."""
     texts = checks.texts(num_ids, longest)
     if text is not None:
         texts.append(text)
@@ -408,10 +407,10 @@ def examine(model: Any, text: Any, *, num_ids: int, longest: int) -> bool:
 def try_out(
     raw_model: Any, optimizers: list[Any], settings: dict[str, Any], *, text: Any, longest: int
 ) -> tuple[Fit, bool]:
-    """Try a step and examine the model. Returns (what works on this machine, whether the model has a cache).
+    """Try a step and examine the model, which stays as it is. Returns (the trial's Fit, whether a cache works).
 
-    The model is afterwards as before. settings: the other fields of a Trial; text: a batch of validation data (B, T),
-    or None; longest: the most tokens that the model reads.
+    settings: the other fields of a Trial; text: a batch of validation data (B, T), or None; longest: the most tokens
+    that the model reads at once.
     """
     trial = Trial(raw_model, **settings)
     config, world = trial.config, trial.world
@@ -428,7 +427,7 @@ def try_out(
 
 
 def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
-    """Say that the run is finished, and export its model again if hf/ does not hold it and the code is the same.
+    """Say that the run is finished, and export its model again if hf/ lacks it and the code is the same.
 
     saved: its last checkpoint.
     """

@@ -18,7 +18,7 @@ from plumbing.cli.console import UserError, count, first_line
 from plumbing.system.devices import check_kernels, choose_device, process_restored
 
 Result = TypeVar("Result")
-LARGE = 10**6  # numbers in a tensor that only rank 0 need have
+LARGE = 10**6  # rank 0 may keep tensors with more numbers than this to itself
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class World:
     ) -> Result:
         """Run action(*args) on rank 0 and return its result on every rank. All ranks raise its error.
 
-        If keeps(result), rank 0 keeps the large tensors in it to itself: the others have them on the meta device, and
-        `fetch` gives them.
+        If keeps(result), rank 0 keeps its large tensors to itself: the other ranks get them on the meta device, and
+        `fetch` gets the real ones.
         """
         result: Any = self.run_on_master(action, *args)
         if self.size == 1:
             return result
-        # tensors in it, also in tuples, lists and dicts, are broadcast one by one afterwards
+        # its tensors, also those in tuples, lists and dicts, are broadcast one by one afterwards
         message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)]
         dist.broadcast_object_list(message)
         kept = keeps(message[0])
@@ -106,7 +106,7 @@ class World:
         return tree_map_only(torch.Tensor, share, result if self.is_master else message[0])
 
     def fetch(self, value: Any) -> Any:
-        """`value` with the large tensors that rank 0 has kept to itself, on every rank. All ranks must call this."""
+        """`value` on every rank, with the large tensors that rank 0 has kept to itself. All ranks must call this."""
 
         def share(tensor: torch.Tensor) -> torch.Tensor:
             if self.size > 1 and tensor.numel() > LARGE:
@@ -133,11 +133,13 @@ def create_store(rank: int) -> Any:
     connect = datetime.timedelta(seconds=CONNECT_SECONDS / 2)  # torch tries twice
     store = next(dist.rendezvous("env://", timeout=connect))[0]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # subtle: since torch 2.5 torchrun keeps its store over restarts, in which ranks find the addresses of dead ones
-        # (pytorch issue 135712; a prefix would not help, as nodes count restarts differently). So rank 0 makes another
-        # store on each start, always at the port of the first one, to which the others can connect
+        # subtle: since torch 2.5, torchrun keeps its store over restarts, and ranks find dead ranks' addresses in it
+        # (pytorch issue 135712). A prefix would not help, because nodes count restarts differently. So rank 0 makes a
+        # new store on each start, always at the port of the first one, where the others can connect
         shared = store
-        shared.set_timeout(TIMEOUT)  # torchrun has started rank 0, which may import for longer than `connect`
+        shared.set_timeout(
+            TIMEOUT
+        )  # torchrun has started rank 0, but its imports may take longer than `connect`
         port = int(shared.get("port")) if rank or shared.check(["port"]) else 0
         # torch's builds for Windows lack libuv
         options: dict[str, Any] = dict(
@@ -204,8 +206,8 @@ def setup_distributed(device: str) -> World:
         except (RuntimeError, ValueError) as error:  # torch's: addresses, ports, time-outs, missing variables
             raise UserError(
                 f"Rank {rank} of {world_size} cannot join the others: {first_line(error)}. Start all ranks "
-                "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT; or "
-                "unset RANK and WORLD_SIZE for a single process."
+                "within a minute, with torchrun or with one MASTER_ADDR that they can reach and a free MASTER_PORT. "
+                "For a single process, unset RANK and WORLD_SIZE."
             ) from None
         options: dict[str, Any] = dict(backend="gloo")
         if device.startswith("cuda") and dist.is_nccl_available():

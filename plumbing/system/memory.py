@@ -34,16 +34,14 @@ def count_parameters(model: Any) -> int:
 
 
 def check_memory(make_model: Callable[[], Any], device: torch.device, *, ranks: int, shares: int = 1) -> None:
-    """Raise UserError if a model is too large to be trained on a device, without taking memory for its weights.
+    """Raise UserError if a model is too large to train on a device. The check takes no memory for its weights.
 
-    ranks: of the run; shares: the number of ranks over which the model is shared out.
+    ranks: the run's number of ranks; shares: the number of ranks over which the model is shared out.
     """
     try:
         with torch.device("meta"), SkipInit():
             parameters = count_parameters(make_model())
-    except (
-        Exception
-    ):  # a model that reads its first values cannot be made without them: torch says what is wrong
+    except Exception:  # a model that reads its initial values cannot be made on the meta device
         return
     available = devices.free_memory(device)
     needed = 16 * parameters / shares
@@ -69,7 +67,7 @@ def count_kept_bytes(
     def keep(tensor):
         storage = tensor.untyped_storage()
         kept[storage._cdata] = storage.nbytes()
-        return tensor.detach()  # subtle: with the tensor itself, graph and tensor would keep one another alive
+        return tensor.detach()  # subtle: with the tensor itself, graph and tensor would keep each other alive
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = forward()
@@ -84,7 +82,7 @@ def count_kept_bytes(
 def bound_on_B(kept_bytes: int, state_bytes: float, device: torch.device) -> int:
     """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process.
 
-    kept_bytes: of each sequence; state_bytes: of gradients and optimizer state.
+    kept_bytes: for each sequence; state_bytes: for gradients and optimizer state.
     """
     free = devices.free_memory(device) - state_bytes
     if device.type != "cuda" or torch.cuda.get_device_properties(device).is_integrated:

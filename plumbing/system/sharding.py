@@ -1,7 +1,7 @@
 """A model whose weights, gradients and optimizer state are shared out over the ranks, by torch's FSDP2.
 
-Rank 0 makes the model whole in its main memory and hands each rank its rows. A checkpoint has whole tensors, so that a
-run continues sharded, on other ranks, or in DDP. A model that is not sharded passes through all of this unchanged.
+Rank 0 makes the whole model in its main memory and hands each rank its rows. A checkpoint has whole tensors, so that a
+run can continue sharded, on another number of ranks, or in DDP. All of this leaves an unsharded model unchanged.
 """
 
 from collections.abc import Callable
@@ -41,12 +41,12 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
 
 
 def extra_state(whole: nn.Module) -> dict[str, Any]:
-    """The entries of a state dict that are no tensors, see torch's get_extra_state."""
+    """The entries of a state dict that are not tensors: see torch's get_extra_state."""
     return {name: value for name, value in whole.state_dict().items() if not isinstance(value, torch.Tensor)}
 
 
 def share_out(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor:
-    """Rank 0's whole tensor, shared out as the sharded parameter p is. Only its shape and dtype are read elsewhere."""
+    """Share out rank 0's whole tensor like the sharded parameter p. The other ranks read only its shape and dtype."""
     like = p if tensor is None else tensor
     if world.is_master:
         full = like.to(world.device)
@@ -59,9 +59,9 @@ def share_out(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor
 
 
 def share_out_state(state: dict[str, Any], parameters: list[torch.Tensor], world: World) -> dict[str, Any]:
-    """An optimizer's state dict, of which other ranks than 0 have no large tensors, shared out as the parameters are.
+    """Share out an optimizer's state dict like its parameters. Only rank 0 has the large tensors in it.
 
-    A tensor has rows to share if it has as many as its parameter, as an average over columns does.
+    A tensor is shared out by rows if it has as many rows as its parameter. An average over columns has.
     """
     shared = {}
     for number, values in state["state"].items():
@@ -102,9 +102,9 @@ def whole_copy(model: Any, model_class: type) -> Any:
         copy = model_class(model.config)
     device = next(model.parameters()).device
     with torch.no_grad():
-        # a model may have a load_state_dict with other arguments
+        # the model's own load_state_dict may take other arguments
         nn.Module.load_state_dict(copy, gathered(model.state_dict(), device), strict=False, assign=True)
-    for name, buffer in model.named_buffers():  # those that no state dict has as well
+    for name, buffer in model.named_buffers():  # also those that no state dict has
         owner, _, attribute = name.rpartition(".")
         copy.get_submodule(owner)._buffers[attribute] = buffer
     copy.has_cache = model.has_cache
@@ -114,7 +114,7 @@ def whole_copy(model: Any, model_class: type) -> Any:
 def map_over_ranks(function: Callable[[torch.Tensor], torch.Tensor], stacks: Any, *, rows: int) -> torch.Tensor:
     """collectives.map_over_ranks for a DTensor.
 
-    An all-to-all gives each rank whole stacks, and another one gives it its rows again.
+    An all-to-all gives each rank whole stacks, and a second one returns its rows to it.
     """
     entries = stacks.redistribute(placements=[Shard(0)])
     local = entries.to_local()

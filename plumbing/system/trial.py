@@ -21,7 +21,7 @@ from plumbing.system.distributed import World
 
 FITS, FAILED, NOT_COMPILED, OUT_OF_MEMORY = range(4)  # outcomes of a trial; all ranks act on the worst one
 COMPILED = "torch.compile"
-# {what to do without if a trial fails, from last to first: the attention kernels to disable}. torch prefers cuDNN's
+# {what to give up if a trial fails, the last first: the attention kernels to disable}. torch prefers cuDNN's attention
 KERNELS = {"fused attention": devices.FUSED_ATTENTION, COMPILED: (), "cuDNN's attention": ("cudnn",)}
 SLOW_WORK = 3e11  # parameters times tokens of a step that takes a CPU ten seconds or more
 TOO_LARGE = (
@@ -53,7 +53,7 @@ class Trial(NamedTuple):
 
     @property
     def windows_per_rank(self) -> int:
-        """The windows of a step for each rank, of which B is a divisor."""
+        """Each rank's windows in a step: a multiple of B."""
         return self.config.total_batch_size // (self.config.sequence_length * self.world.size)
 
     def random_batch(self, B: int) -> torch.Tensor:
@@ -86,21 +86,23 @@ class Trial(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What works on this machine, and is therefore used. run.txt has all but the model."""
+    """The result of a trial: what works on this machine. run.txt shows all but the model."""
 
     model: Any  # the model to train, compiled and in DDP where that is asked for
     B: int
     compiled: bool
     attention: list[str]  # the fused kernels that may be used
     given_up: list[str]  # names in KERNELS
-    kept_bytes: int  # that the forward pass of a sequence keeps for the backward pass, without torch.compile
-    seconds_per_token: float  # of the trial on a CPU; a GPU is still busy when it ends
+    kept_bytes: (
+        int  # bytes that the forward pass of a sequence keeps for the backward pass, without torch.compile
+    )
+    seconds_per_token: float  # measured on a CPU; a GPU is still busy when the trial ends
 
 
 def find_what_fits(trial: Trial) -> Fit:
-    """Try a step on random ids, and do without whatever fails on this machine. B is halved while memory runs out.
+    """Try a step on random ids, give up what fails on this machine, and halve B while memory runs out.
 
-    All ranks take the same fallback. The trial may write to the model: see `undone`.
+    All ranks give up the same. The trial may write to the model: see `undone`.
     """
     config, world, raw_model = trial.config, trial.world, trial.raw_model
     is_gpu = world.device.type == "cuda"
@@ -112,7 +114,7 @@ def find_what_fits(trial: Trial) -> Fit:
         if torch.backends.cuda.cudnn_sdp_enabled():
             optional.append("cuDNN's attention")
     given_up: dict[str, str] = {}  # {name: reason}
-    # one sequence without torch.compile first, so that a mistake in the model shows as itself
+    # one sequence without torch.compile first, so that torch.compile does not hide a mistake in the model
     eager = [name for name in optional if name != COMPILED]
     tried = attempt(functools.partial(try_sequence, trial), trial, eager, given_up=given_up)
     if not tried:
@@ -132,7 +134,7 @@ def find_what_fits(trial: Trial) -> Fit:
         B = largest_divisor(trial.windows_per_rank, at_most=B // 2)
         print0(f"warning: Out of memory. Continuing with --batch-size {B}.")
     for name, reason in given_up.items():
-        print0(f"warning: A training step failed with {name} ({reason}). Training goes on without it.")
+        print0(f"warning: A training step failed with {name} ({reason}). Training continues without it.")
     model, seconds = tried
     if not getattr(model, "find_unused_parameters", True):  # DDP's
         check_unused(unused, world)
@@ -152,8 +154,8 @@ def find_what_fits(trial: Trial) -> Fit:
 def attempt(action: Callable[[], Any], trial: Trial, optional: list[str], *, given_up: dict[str, str]) -> Any:
     """Return action(), or None if memory runs out on any rank.
 
-    Whenever it fails, the last name in `optional` moves to `given_up`, with the reason. An error that remains without
-    all of them is the model's own, and is raised.
+    Whenever it fails, the last name in `optional` moves to `given_up`, with the reason. If it still fails when none is
+    left, the error is the model's, and is raised.
     """
     world = trial.world
     while True:
@@ -192,7 +194,7 @@ def outcome_of(error: Exception | None) -> int:
         return FITS
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    from torch._dynamo.exc import TorchDynamoException  # takes a second
+    from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
     if isinstance(error, TorchDynamoException):  # no triton, no C compiler, a GPU that it does not know
         return NOT_COMPILED
@@ -201,9 +203,9 @@ def outcome_of(error: Exception | None) -> int:
 
 def prepare_gpu(T: int, world: World) -> None:
     """Leave memory for other users of the GPU before the trial fills it, and choose attention for T."""
-    # This function has not been tried on a GPU yet. NCCL takes hundreds of MB at the first large all-reduce. On
-    # Windows, where the screen uses the GPU as well, the driver does not fail when it is full: it moves tensors to main
-    # memory, and steps take several times as long
+    # This function has not been tried on a GPU yet. NCCL takes hundreds of MB at the first large all-reduce. On Windows
+    # the screen uses the GPU as well, and a full GPU raises no error: the driver moves tensors to main memory, and a
+    # step takes several times as long
     share = 0.95
     if sys.platform == "win32":
         free, total = torch.cuda.mem_get_info()
@@ -247,8 +249,9 @@ def undone(model: Any) -> Iterator[None]:
 
 
 def try_sequence(trial: Trial) -> tuple[int, list[str]]:
-    """(the bytes that the forward pass of a sequence keeps for the backward pass; with several ranks, the names of the
-    parameters on which the loss does not depend).
+    """Try one sequence. Returns (the bytes that its forward pass keeps for the backward pass, unused parameters).
+
+    The latter are the names of parameters on which the loss does not depend. Only DDP needs them.
     """
     model, device = trial.raw_model, trial.world.device
     batch = trial.random_batch(1)
@@ -258,14 +261,14 @@ def try_sequence(trial: Trial) -> tuple[int, list[str]]:
         return kept_bytes, []
     draws = not torch.equal(before, devices.random_state(device))
     unused = unused_parameters(model, loss)
-    if draws:  # a model may leave out other blocks each time, and one forward pass does not show them all
+    if draws:  # a model may leave out other blocks each time, so one forward pass does not show them all
         for _ in range(7):
             unused |= unused_parameters(model, trial.loss(model, *batch))
     return kept_bytes, sorted(unused)
 
 
 def unused_parameters(model: Any, loss: torch.Tensor) -> set[str]:
-    """The names of the parameters that get no gradient of this loss."""
+    """The names of the parameters that get no gradient from this loss."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
@@ -277,20 +280,20 @@ def check_unused(names: list[str], world: World) -> None:
     if unused:
         raise UserError(
             f"A step does not use {count(len(unused), 'parameter')}, such as {unused[0]}, but with several ranks DDP "
-            "needs a gradient of each in every step. Delete them from the model, set their requires_grad to False, or, "
-            "if steps use others at random, add find_unused_parameters=True to DDP in wrap()."
+            "needs a gradient of each in every step. Delete them from the model, or set their requires_grad to False. "
+            "If each step uses others, add find_unused_parameters=True to DDP in wrap()."
         )
 
 
 def estimate(trial: Trial) -> Fit:
-    """Replace the trial in a dry run by an estimate, on tensors without memory."""
+    """Estimate what a trial would find, on tensors without memory."""
     model = trial.raw_model
     try:
         with FakeTensorMode(), memory.SkipInit(), trial.world.device:
             new = type(model)(model.config)
             new.activation_checkpointing = trial.config.activation_checkpointing
             kept_bytes, _ = trial.count_kept_bytes(new, trial.random_batch(1))
-    except Exception:  # the model reads values that it computes; the account leaves its activations out
+    except Exception:  # the model reads values that it computes: the summary leaves out its activations
         kept_bytes = 0
     return Fit(
         model=model,
@@ -327,14 +330,14 @@ def try_sharded(trial: Trial) -> Fit:
 
 
 def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
-    """(the model to train, compiled if that is in `optional`; the seconds of a micro-step on a CPU)."""
+    """Try a step. Returns (the model to train, compiled if that is in `optional`; a micro-step's seconds on a CPU)."""
     world = trial.world
     began = 0.0
     model = trial.wrap(trial.raw_model, trial.config, world, compiled=COMPILED in optional)
     reserved = []
     if trial.trains:
-        # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks the trial
-        # has gradients and DDP's buckets, which share their memory in a step
+        # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks, the
+        # trial's gradients and DDP's buckets take one of them; in a step these share their memory
         reserved += [torch.empty_like(p) for p in trial.raw_model.parameters()]
         if world.size == 1:
             reserved += [torch.empty_like(p) for p in trial.raw_model.parameters()]
@@ -352,5 +355,5 @@ def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is not above `at_most`: 96, 64 -> 48."""
+    """The largest divisor of `number` up to `at_most`: 96, 64 -> 48."""
     return max(d for d in range(1, min(number, at_most) + 1) if number % d == 0)
