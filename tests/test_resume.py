@@ -185,6 +185,14 @@ def test_a_finished_run_says_so_and_changes_nothing(folder, straight):
     assert listing(straight) == before
 
 
+def test_a_changed_flag_is_refused_with_advice_to_continue_only_an_unfinished_run(folder, straight, stopped):
+    options = OPTIONS | dict(max_lr=0.1)
+    unfinished = refused(train_gpt2.main, *tiny_flags(folder, stopped, **options))
+    assert "has a run" in unfinished and "Leave these flags out to continue it" in unfinished
+    finished = refused(train_gpt2.main, *tiny_flags(folder, straight, **options))
+    assert "has a finished run" in finished and "continue" not in finished
+
+
 @pytest.mark.gpt2
 def test_a_finished_run_is_exported_again_where_hf_holds_another_model(folder, straight, tmp_path):
     out = shutil.copytree(straight, tmp_path / "out")

@@ -158,7 +158,7 @@ def continue_run(own: Checkpoint, request: Request) -> Start:
     config = request.config(own["config"])
     changed = changed_settings(own["config"], config)
     if changed:
-        refuse_another_recipe(config, own["step"], changed)
+        refuse_another_recipe(own, config, changed)
     if own["finished"]:
         ended = Ended(own["step"], logs.last_values(Path(config.out_dir, "log.txt")))
         return Start(config, request.typed, own, ended=ended)
@@ -235,8 +235,9 @@ def check_folder_of_branch(parent: Path, out_dir: str) -> None:
         )
 
 
-def refuse_another_recipe(config: Any, step: int, changed: dict[str, tuple[Any, Any]]) -> None:
+def refuse_another_recipe(own: Checkpoint, config: Any, changed: dict[str, tuple[Any, Any]]) -> None:
     """Raise UserError: the run in out_dir has another recipe than the command. changed: {setting: (then, now)}."""
+    step = own["step"]
     told = ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in changed.items())
     # a branch keeps the shapes of the weights, and ends after the step that it starts from
     keeps_shapes = changed.keys().isdisjoint(vars(config.model_config))
@@ -246,10 +247,11 @@ def refuse_another_recipe(config: Any, step: int, changed: dict[str, tuple[Any, 
     )
     if changed.keys() & {"branch_from", "init_from"}:
         advice = "start what you typed in another --out-dir"
-    raise UserError(
-        f"{config.out_dir} has a run with other settings ({told}). Leave these flags out to continue it, add "
-        f"--no-resume to move it aside, or {advice}"
-    )
+    kind, to_continue = "run", "leave these flags out to continue it, "
+    if own["finished"]:
+        kind, to_continue = "finished run", ""
+    ways = f"{to_continue}{advice}, or add --no-resume to move it aside"
+    raise UserError(f"{config.out_dir} has a {kind} with other settings ({told}). {ways[0].upper()}{ways[1:]}.")
 
 
 def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Request, *, source: str) -> None:
