@@ -223,8 +223,9 @@ class Run:
         """Print samples in lines of 80 columns, and add them to samples.txt. The model card shows the last one."""
         self.sample = texts[-1]
         first = f"step {step:5d} | sample | "
-        rest = f"{'':10} | {'':6} | "
-        wrapper = textwrap.TextWrapper(80, first, rest, drop_whitespace=False, break_on_hyphens=False)
+        wrapper = textwrap.TextWrapper(
+            80, first, " " * len(first), drop_whitespace=False, break_on_hyphens=False
+        )
         for text in texts:
             print(wrapper.fill(repr(text)), flush=True)
         with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
