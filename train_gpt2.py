@@ -421,8 +421,8 @@ class DataLoaderLite:
     It cuts the shards of a split into windows at multiples of T, and drops up to T tokens at the end of each shard. An
     epoch visits every window, in file order or in a permutation by seed and epoch (see plumbing/data/windows.py). With
     `weights`, each folder has its share of the order and its own epochs. Each call takes the next B * world_size
-    windows, and rank r reads B of them, from r * B on. Windows are read
-    from the files and not through np.memmap, which would end the process without a message where a disk fails.
+    windows, and rank r reads B of them, from r * B on. Windows are not read through np.memmap: when a disk fails, it
+    ends the process without a message.
     """
 
     def __init__(

@@ -350,7 +350,7 @@ def check_readable(state: Any) -> None:
 
 
 def as_pythons(value: Any) -> Any:
-    """Python's number for one of numpy's, which could be written, but not read again."""
+    """Python's number for one of NumPy's, so that torch.load(weights_only=True) reads the checkpoint anywhere."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -137,15 +137,18 @@ def create_store(rank: int) -> Any:
         # (pytorch issue 135712). A prefix would not help, because nodes count restarts differently. So rank 0 makes a
         # new store on each start, always at the port of the first one, where the others can connect
         shared = store
-        shared.set_timeout(
-            TIMEOUT
-        )  # torchrun has started rank 0, but its imports may take longer than `connect`
-        port = int(shared.get("port")) if rank or shared.check(["port"]) else 0
-        # torch's builds for Windows lack libuv
-        options: dict[str, Any] = dict(
-            timeout=connect, wait_for_workers=False, use_libuv=sys.platform != "win32"
+        shared.set_timeout(TIMEOUT)  # torchrun has started rank 0, whose imports may take longer than `connect`
+        port = 0  # any free one
+        if rank > 0 or shared.check(["port"]):
+            port = int(shared.get("port"))
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            port,
+            is_master=rank == 0,
+            timeout=connect,
+            wait_for_workers=False,
+            use_libuv=sys.platform != "win32",  # torch's builds for Windows lack it
         )
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=rank == 0, **options)
         shared.set("port", str(store.port))
     store.set_timeout(TIMEOUT)
     return store

@@ -93,9 +93,7 @@ class Fit(NamedTuple):
     compiled: bool
     attention: list[str]  # the fused kernels that may be used
     given_up: list[str]  # names in KERNELS
-    kept_bytes: (
-        int  # bytes that the forward pass of a sequence keeps for the backward pass, without torch.compile
-    )
+    kept_bytes: int  # that the forward pass of a sequence keeps for the backward pass, without torch.compile
     seconds_per_token: float  # measured on a CPU; a GPU is still busy when the trial ends
 
 
