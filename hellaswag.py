@@ -1,15 +1,17 @@
 """HellaSwag: which of four endings does the model find most likely?
 
-10,042 validation examples (Zellers et al. 2019, https://github.com/rowanz/hellaswag); chance is
-25%. Each ending is scored by the log-likelihood of its tokens given the context. Implementations
-differ in the text they score and in the normalization, so each number names its convention:
+10,042 validation examples (Zellers et al. 2019,
+https://github.com/rowanz/hellaswag); chance is 25%. An ending's score is the
+log-likelihood of its tokens given the context. Implementations differ in the
+text they score and in the normalization, so each result names its convention:
 
     build-nanogpt           the field `ctx` as it is; acc: the largest sum,
                             acc_norm: the largest mean over the ending's tokens
     lm-evaluation-harness   the activity and the cleaned context; acc: the sum,
                             acc_norm: the sum per character of the ending
 
-OpenAI's GPT-2 124M scores 0.2859 and 0.2955 by the first, 0.2892 and 0.3114 by the second.
+OpenAI's GPT-2 124M scores 0.2859 (acc) and 0.2955 (acc_norm) by the first, and
+0.2892 and 0.3114 by the second.
 
     python hellaswag.py -m gpt2 -d cuda          OpenAI's weights
     python hellaswag.py -m log/model_19073.pt    a checkpoint, a run, or hf/
@@ -23,7 +25,7 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+sys.path.append(os.path.dirname(__file__))  # python -P and -I leave it out
 
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError
@@ -35,16 +37,15 @@ class Options:
     # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
     model_type: Annotated[str, "-m", "--model"] = "gpt2"
     device: Annotated[str, "-d"] = "auto"  # cpu, cuda or mps; auto: best available
-    data: str = "hellaswag/hellaswag_val.jsonl"  # JSON lines of examples; HellaSwag is downloaded to the default
-    limit: int = 0  # score only this many examples, from the first; 0: all
-    predictions: str = ""  # write each example's label and predictions to this new file, one JSON line each
-    batch_tokens: flags.Positive[int] = 2**14  # tokens per batch, at most; fewer take less memory
-    # the trainer's file with the code of the model: the changed copy that trained it; by default this program's own
-    code: str = ""
+    data: str = "hellaswag/hellaswag_val.jsonl"  # examples, as JSON lines; the default is downloaded if missing
+    limit: int = 0  # score only the first examples, this many; 0: all
+    predictions: str = ""  # write each example's label and predictions to this new file, as JSON lines
+    batch_tokens: flags.Positive[int] = 2**14  # most tokens per batch; fewer need less memory
+    code: str = ""  # the changed copy of train_gpt2.py that trained the model; by default train_gpt2.py itself
 
 
 if __name__ == "__main__":
-    console.run(lambda: flags.parse(Options))  # --help and a mistyped flag need not wait for the imports
+    console.run(lambda: flags.parse(Options))  # answers --help and mistyped flags before the slow imports below
 
 import numpy as np
 import torch
@@ -58,11 +59,11 @@ from plumbing.system.kernels import KVCache
 
 COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 URL = f"https://raw.githubusercontent.com/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl"
-DIGEST = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # as git has it
-# contexts share a batch if their lengths, rounded down to a multiple of this, are the same; 8 is as fast, 32 slower
+DIGEST = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's hash of the file
+# contexts share a batch if their lengths are equal when rounded down to a multiple of this; 8 is as fast, 32 slower
 SHARED_MULTIPLE = 16
-# positions whose logits are computed at a time. With 50,304 ids in float32, 256 take 52 MB, which suits a CPU's caches
-# best, and 2,048 take 412 MB, which keeps a GPU busy with few kernel launches
+# positions in a chunk of logits. With 50,304 ids in float32, 256 take 52 MB and suit a CPU's caches best; 2,048 take
+# 412 MB and keep a GPU busy with few kernel launches
 LOGITS_CHUNK = 256
 LOGITS_CHUNK_CUDA = 2048
 
@@ -70,17 +71,17 @@ LOGITS_CHUNK_CUDA = 2048
 
 
 def read_examples(path, limit=0, *, advice=""):
-    """The first `limit` examples (0: all) of a JSON lines file; if the default one is missing, it is downloaded."""
+    """The first `limit` examples (0: all) of a JSON lines file. The default file is downloaded if missing."""
     if not os.path.exists(path):
         if path != Options.data:
-            raise UserError(f"There is no file {path}. Give HellaSwag's JSON lines, or leave the flag out.")
+            raise UserError(f"There is no file {path}. Give a file of examples, or leave the flag out.")
         downloads.download(URL, path, DIGEST, advice=f"Check the network, or save the file as {path}.{advice}")
     examples = []
     for number, place, example in itertools.islice(readers.read_records(path), limit or None):
         if not is_example(example):
             raise UserError(
-                f"{place} is not a HellaSwag example: a text ctx, four texts as endings, and a label from 0 to 3. "
-                f"Fix or remove it: {console.plain(example, 60)}"
+                f"{place} is not a HellaSwag example. One has a text ctx, four texts as endings, and a label from 0 to "
+                f"3. Fix or remove it: {console.plain(example, 60)}"
             )
         examples.append({"ind": number - 1, **example})
     if not examples:
@@ -89,19 +90,19 @@ def read_examples(path, limit=0, *, advice=""):
 
 
 def is_example(example):
-    """Whether an object has what an example needs. HellaSwag in other languages may lack activity_label."""
+    """Whether an object has the fields of an example. HellaSwag in other languages may lack activity_label."""
     endings = example.get("endings")
     if not isinstance(endings, list) or len(endings) != 4:
         return False
     optional = [example.get(name, "") for name in ("activity_label", "ctx_a", "ctx_b")]
     texts = [example.get("ctx"), *optional, *endings]
-    # the hub's copy has labels that are strings
+    # in the hub's copy, labels are strings
     return all(isinstance(text, str) for text in texts) and str(example.get("label")) in list("0123")
 
 
 def load_examples(path, enc, limit=0):
     """Read and render the examples for a training run."""
-    advice = " Training also works without it: --hellaswag-every 0."
+    advice = " To train without HellaSwag, add --hellaswag-every 0."
     return [render_example(example, enc) for example in read_examples(path, limit, advice=advice)]
 
 
@@ -111,11 +112,11 @@ class Rendered(NamedTuple):
     context: list  # ids of the context
     endings: list  # per ending, its ids
     label: int  # index of the true ending
-    characters: list  # per ending, the length of its text in characters, by which the harness normalizes
+    characters: list  # per ending, its length in characters; the harness divides by it
 
 
 def render_example(example, enc, harness=False):
-    """Tokenize an example by build-nanogpt's convention or by lm-evaluation-harness'.
+    """Tokenize an example by build-nanogpt's convention or, with `harness`, by lm-evaluation-harness's.
 
     {"ctx": "A man is on a roof. he", "endings": ["pulls up roofing.", ...], "label": 0} becomes the ids of
     "A man is on a roof. he" and, for each ending, those of " pulls up roofing.", with the space before it.
@@ -129,7 +130,7 @@ def render_example(example, enc, harness=False):
         prefix = text[len(context) :] + " "
     ids = encode_text(enc, context).tolist()
     return Rendered(
-        context=ids or [enc.eot_token],  # the first token of an ending is predicted from something
+        context=ids or [enc.eot_token],  # something must predict an ending's first token
         endings=[encode_text(enc, prefix + ending).tolist() for ending in endings],
         label=int(example["label"]),
         characters=[len(ending) for ending in endings],
@@ -139,8 +140,8 @@ def render_example(example, enc, harness=False):
 def harness_text(example):
     """Context and endings as lm-evaluation-harness formats them (task hellaswag, version 1.0).
 
-    It capitalizes ctx_b, the unfinished sentence that the endings complete. Without ctx_b, that is the text behind the
-    last full stop in ctx.
+    It capitalizes ctx_b, the unfinished sentence that the endings complete. Without ctx_b, this is the text after the
+    last complete sentence in ctx.
     """
     if "ctx_a" in example and "ctx_b" in example:
         sentences, begun = example["ctx_a"], example["ctx_b"]
@@ -161,9 +162,10 @@ def harness_text(example):
 
 
 def truncate(example, block_size):
-    """Truncate (context, endings) to what a model with `block_size` positions can read.
+    """Truncate (context, endings) for a model with `block_size` positions.
 
-    An ending keeps its first `block_size` tokens (the last is only predicted), the context its newest that still fit.
+    An ending keeps its first `block_size` tokens (the model does not read the last one). Then the context keeps as many
+    of its newest tokens as still fit.
     """
     endings = [ending[:block_size] for ending in example.endings]
     longest = max(len(ending) for ending in endings)
@@ -172,10 +174,10 @@ def truncate(example, block_size):
 
 @torch.no_grad()
 def score(model, examples, n_vocab, *, at_most=2**14):
-    """An array (3, examples, 4): each ending's log-likelihood in all, per token and per character.
+    """An array (3, examples, 4): each ending's log-likelihood, in total, per token and per character.
 
-    `model` is the plain GPT, neither compiled nor wrapped, because the shapes vary. Ids from `n_vocab` on pad the
-    vocabulary and get no probability. A batch has at most `at_most` tokens, and fewer on a CPU.
+    `model` is the plain GPT, neither compiled nor in DDP, because the shapes vary. Ids from `n_vocab` on are padding
+    and get no probability. A batch has at most `at_most` tokens, and fewer on a CPU.
     """
     device = next(model.parameters()).device
     batch_tokens = at_most
@@ -200,11 +202,12 @@ def score(model, examples, n_vocab, *, at_most=2**14):
 
 
 def make_batches(rows, batch_tokens, multiple):
-    """Yield (the numbers of the rows (context, endings) in a batch, how many of their first tokens are run only once).
+    """Yield batches of the rows (context, endings), as (the rows' numbers, the number of shared tokens).
 
-    That is a multiple of `multiple`, so that contexts of many lengths share a batch; 0 shares nothing. At least the
-    context's last token, which predicts the first of each ending, is left for the four rows. The longest rows come
-    first: memory use peaks early, and there is little padding.
+    Shared tokens are at the beginning of each context and run once for its four endings. Their number is a multiple of
+    `multiple`, so that contexts of many lengths fit into a batch; with 0, nothing is shared. The context's last token
+    is never shared, because it predicts the first token of each ending. The longest rows come first: memory use peaks
+    early, and there is little padding.
     """
     cuts = [0] * len(rows)
     if multiple:
@@ -226,7 +229,7 @@ def make_batches(rows, batch_tokens, multiple):
 def score_batch(model, rows, cut, *, n_vocab):
     """The log-probability of each token of each ending, in order. The contexts' first `cut` tokens run only once.
 
-    With a cut of 16, a context of 18 tokens and endings a, b of 3 and 2 make (padding is 0):
+    For a cut of 16, a context of 18 tokens and endings a, b of 3 and 2 tokens (0 is padding):
 
         c0 c1 ... c15       a cache, repeated for each ending
         c16 c17  a0 a1      predict a0 a1 a2 from c17 on
@@ -236,7 +239,7 @@ def score_batch(model, rows, cut, *, n_vocab):
     texts = []
     for context, endings in rows:
         texts += [context[cut:] + ending for ending in endings]
-    L = max(map(len, texts)) - 1  # the last token of each ending is only predicted
+    L = max(map(len, texts)) - 1  # without each ending's last token, which is only predicted
     idx = np.zeros((len(texts), L), int)
     targets = []
     positions = []
@@ -252,7 +255,7 @@ def score_batch(model, rows, cut, *, n_vocab):
         model.hidden_states(copy_to(device, [context[:cut] for context, _ in rows]), cache)
         cache.repeat(4)
     hidden = model.hidden_states(copy_to(device, idx), cache).flatten(0, 1)
-    x = hidden[copy_to(device, positions)]  # (N, C), those that predict a token of an ending
+    x = hidden[copy_to(device, positions)]  # (N, C), the positions that predict a token of an ending
     chunk_size = LOGITS_CHUNK_CUDA if device.type == "cuda" else LOGITS_CHUNK
     log_probs = []
     for chunk, ids in zip(x.split(chunk_size), copy_to(device, targets).split(chunk_size)):
@@ -262,7 +265,7 @@ def score_batch(model, rows, cut, *, n_vocab):
 
 
 def copy_to(device, numbers):
-    """The tensor of an array or a list on the device. A copy from pinned memory waits for no other work of a GPU."""
+    """Copy an array or a list to a tensor on the device. From pinned memory, no other work of a GPU delays the copy."""
     tensor = torch.as_tensor(numbers)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -290,7 +293,7 @@ def evaluate(model, examples, n_vocab, *, at_most=2**14):
 
 # ----- Command line -------------------------------------------------------------------------------------
 
-# (its name, the prefix of its columns in --predictions, the number of the scores that acc_norm compares)
+# (name, prefix of its columns in --predictions, row of the scores that acc_norm compares)
 CONVENTIONS = [
     ("lm-evaluation-harness (cleaned text, acc_norm by characters)", "harness_", 2),
     ("build-nanogpt (ctx as it is, acc_norm by tokens)", "", 1),
@@ -311,7 +314,7 @@ def main(args=None):
     conventions = CONVENTIONS
     if not all("activity_label" in example for example in examples):
         console.note(
-            "The examples lack activity_label, with which lm-evaluation-harness' text begins, so they are scored in "
+            "The examples lack activity_label. lm-evaluation-harness's text needs it, so they are scored in "
             "build-nanogpt's convention only.",
             file=sys.stderr,
         )

@@ -5,8 +5,9 @@
     python sample.py --chat -m log/chat                     a conversation
     python sample.py -m log/model_00500.pt --export hf      for other programs
 
-The model is a checkpoint, a run's folder (its newest checkpoint), a folder in Hugging Face format or
-the name of a GPT-2. A single sample is streamed as it is generated; several are printed when all are done.
+The model is a checkpoint, a run's folder (its newest checkpoint), a folder in
+Hugging Face format or the name of a GPT-2. A single sample is printed while it
+is generated, several when all of them are done.
 """
 
 import codecs
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-sys.path.append(os.path.dirname(__file__))  # which python -P and -I leave out
+sys.path.append(os.path.dirname(__file__))  # python -P and -I leave it out
 
 from plumbing.cli import console, flags
 from plumbing.cli.console import UserError
@@ -32,23 +33,21 @@ class Options:
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
     model: Annotated[str, "-m"] = "log"
     num_samples: Annotated[int, "-n", flags.ABOVE_0] = 1  # continuations to generate, all in one batch
-    # maximum length of a continuation, which also ends at <|endoftext|>
-    max_new_tokens: flags.Positive[int] = 256
+    max_new_tokens: flags.Positive[int] = 256  # most tokens in a continuation; it also ends at <|endoftext|>
     temperature: float = 1.0  # below 1 favors likely tokens; 0: always the most likely token
     top_k: int = 50  # sample from the k most likely tokens; 0: from all
     # sample from the smallest set of most likely tokens with this total probability
     top_p: flags.Positive[float] = 1.0
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
-    # the trainer's file with the code of the model: the changed copy that trained it; by default this program's own
-    code: str = ""
+    code: str = ""  # the changed copy of train_gpt2.py that trained the model; by default train_gpt2.py itself
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
 
 
 def parse_args(args=None):
-    """The Options of a command line. Raises one UserError with everything that is wrong with the flags."""
+    """Parse the command line. One UserError lists all mistakes in the flags."""
     options = flags.parse(Options, args)
     flags.check(options, complaints(options))
     return options
@@ -60,7 +59,7 @@ def complaints(options):
     if not (options.prompt or options.chat or options.export):
         yield "The prompt is empty. Give the text to continue in quotes, or --chat for a conversation."
     if options.chat and (options.export or options.num_samples != 1):
-        yield "--chat gives one answer at a time and writes nothing: leave --num-samples and --export out."
+        yield "--chat gives one answer at a time and writes nothing. Leave out --num-samples and --export."
     if os.path.lexists(options.export):
         yield f"--export {options.export} exists already. Choose a new folder."
 
@@ -77,7 +76,7 @@ from plumbing.system.devices import choose_device, choose_dtype
 
 
 def generate_rows(model, enc, ids, *, options, rows=1):
-    """Continue `ids`, at most a block: yield the rows' next ids, with None in rows that have had a special token."""
+    """Continue `ids` (at most a block). Yield the rows' next ids, with None for rows that a special token has ended."""
     prompt = torch.tensor([ids] * rows, device=next(model.parameters()).device)
     sampling = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     special_ids = enc._special_tokens.values()
@@ -91,7 +90,7 @@ def generate_rows(model, enc, ids, *, options, rows=1):
 
 
 def stream_text(model, enc, ids, *, options):
-    """Continue the ids: yield pieces of text, each character when its last byte has arrived."""
+    """Continue the ids and yield pieces of text. A character is yielded when its last byte is there."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for (token,) in generate_rows(model, enc, ids, options=options):
         yield decoder.decode(enc.decode_single_token_bytes(token))
@@ -129,13 +128,13 @@ def read_lines():
     if sys.stdin and sys.stdin.isatty():
         prompt = "> "
         with contextlib.suppress(ImportError):  # Windows has none
-            import readline  # noqa: F401, lets input() have a history and be edited with the arrow keys
+            import readline  # noqa: F401, gives input() a history and the arrow keys
     try:
         while sys.stdin:
             yield input(prompt).strip()
     except (EOFError, OSError):
         if prompt:
-            print()  # after Ctrl-D the shell's prompt has a line of its own
+            print()  # after Ctrl-D, the shell's prompt starts on a new line
 
 
 def render_prompt(messages, enc):
@@ -148,7 +147,7 @@ def render_prompt(messages, enc):
 
 
 def fit_prompt(messages, enc, max_length):
-    """Render the newest messages that fit, or return None. Removes older questions and their answers from the list."""
+    """Render the newest messages that fit, and remove the older ones from the list. None if no message fits."""
     while messages:
         ids = render_prompt(messages, enc)
         if len(ids) <= max_length:
@@ -163,7 +162,7 @@ def answer(model, enc, messages, *, options):
     max_length = block_size - min(options.max_new_tokens, block_size // 2)  # the rest is for the answer
     ids = fit_prompt(messages, enc, max_length)
     if ids is None:
-        print(f"(That is too long: {max_length:,} tokens fit. The conversation starts over.)")
+        print(f"(That is too long: at most {max_length:,} tokens fit. The conversation starts over.)")
         return
     text = ""
     try:
@@ -184,8 +183,8 @@ def chat(model, enc, options):
     print("Write a message. /reset starts over, /quit ends the chat, Ctrl-C stops an answer.", file=sys.stderr)
     if not tokenizers.has_chat_tokens(enc):
         console.note(
-            f"{options.model} was not trained to chat, so it continues the text. To teach it, begin with smoltalk.py "
-            f"--init-from {options.model}.",
+            f"{options.model} was not trained to chat, so it just continues the text. To teach it to chat, start with "
+            f"smoltalk.py --init-from {options.model}.",
             file=sys.stderr,
         )
     messages = []
@@ -206,7 +205,9 @@ def main(args=None):
     model, enc = source_code.import_trainer(options.code).load_model(options.model)
     if options.export:
         export_huggingface(model, enc, Path(options.export))
-        print(f"The model is in {options.export}, in Hugging Face format: transformers and other tools load it.")
+        print(
+            f"The model is in {options.export}, in Hugging Face format: transformers and other tools can load it."
+        )
         console.print_next(sample_command(options.export, enc, options.prompt))
         return
     torch.manual_seed(options.seed)

@@ -204,7 +204,7 @@ def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_pa
 
     parrot = parrot_model(block_size=32)
     assert chat(parrot, "hi\n\nyou?\n/quit\nnever\n").out == "ok\nok\n"
-    too_long = "(That is too long: 27 tokens fit. The conversation starts over.)\n"
+    too_long = "(That is too long: at most 27 tokens fit. The conversation starts over.)\n"
     assert chat(parrot, "x" * 60 + "\nhi").out == f"{too_long}ok\n"
     # what a model reads is the whole talk, its own answers included
     talker, messages, expected = tiny_model(block_size=256).eval(), [], ""

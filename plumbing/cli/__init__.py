@@ -1,1 +1,1 @@
-"""How a program begins, ends and speaks, and its flags."""
+"""The console, the errors and the flags of every program."""

@@ -1,6 +1,6 @@
-"""How every program here starts, speaks and ends: output that may fail, errors in one line, the next commands.
+"""Console output of every program: messages, errors in one line, the next commands, and `run`, which calls its main.
 
-A program ends in `console.run(main)`. Importing torch takes seconds, so programs also parse their flags before that.
+Importing torch takes seconds, so a program parses its flags before that: --help and mistyped flags need not wait.
 """
 
 import errno
@@ -30,18 +30,18 @@ def output_of(*command: str) -> str:
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. Its message says in whole sentences what is wrong, and how to fix it."""
+    """A mistake that the user can fix. Its message says in full sentences what is wrong and how to fix it."""
 
 
 # ----- Messages -----------------------------------------------------------------------------------------
 
 
-# characters that a terminal obeys: control characters and changes of the writing direction; and halves of characters
+# characters that must not reach a terminal: controls, changes of the writing direction and lone surrogates
 CONTROL = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
 
 def plain(text: object, limit: int = 200) -> str:
-    """A text from a file, a name or a model, cut and in one line: a terminal shows its control characters."""
+    """A text of a file, a name or a model in one line: cut to `limit` characters, with control characters escaped."""
     text = str(text)
     shown = re.sub(CONTROL, escape, text[:limit])
     if len(text) > limit:
@@ -50,7 +50,7 @@ def plain(text: object, limit: int = 200) -> str:
 
 
 def harmless(text: str) -> str:
-    """A text of any length with control characters shown, but for line ends and tabs."""
+    """A text of any length with its control characters escaped, except line ends and tabs."""
     return re.sub(rf"(?![\n\t]){CONTROL}", escape, text)
 
 
@@ -101,7 +101,7 @@ def print_next(*commands: Sequence[object]) -> None:
 
 
 def quote_group(group):
-    """A word, or a flag with its values, as a shell reads them back; a script here with the path that leads to it."""
+    """Quote a word, or a flag with its values, for a shell. A program's name becomes its path from here."""
     if not isinstance(group, tuple):
         word = str(group)
         if word in SCRIPTS:
@@ -114,7 +114,7 @@ def quote_group(group):
 
 
 def quote(word: str) -> str:
-    """Quote a word for a shell: in double quotes, which cmd.exe also knows, if these protect all its characters."""
+    """Quote a word for a shell, with double quotes where they are enough: cmd.exe knows no others."""
     separators = "/" if os.name != "nt" else r"/\\"
     if re.fullmatch(rf"[\w@%+=:,.{separators}-]+", word):
         return word
@@ -132,26 +132,27 @@ RANK_GRACE_SECONDS = 10  # how long the other ranks wait for rank 0 to report an
 
 
 def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -> Any:
-    """Run `main(*args)` and return what it returns; if that has a `status`, the process exits with it.
+    """Run `main(*args)` and return its result. If the result has a `status` other than 0, exit with that.
 
-    A mistake that the user can fix becomes one line on stderr and exit status 2. Output that cannot be written any more
-    is dropped; with `output_is_product`, a closed pipe ends `main` silently, and a full disk is an error.
+    A mistake that the user can fix becomes one line on stderr and exit status 2. When output can no longer be written,
+    the program continues without it. With `output_is_product`, a closed pipe ends `main` silently, and a full disk is
+    an error.
     """
-    # subtle: OpenMP threads spin while they wait unless told otherwise before torch loads OpenMP, and two threads
-    # spinning on a contended core can make a small training step 20 times slower
+    # subtle: OpenMP's threads spin while they wait, unless this is set before torch loads OpenMP. Two threads spinning
+    # on one core can make a small training step 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # the hub's client prints two lines for each request that it repeats, and tries a download that hangs six times.
-    # `sources.retry` reports a failure within a minute
+    # the hub's client prints two lines each time it repeats a request, and tries a hanging download six times.
+    # With these settings, `downloads.retry` reports a failure within a minute
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "7")  # seconds
-    # pyarrow's own allocator reserves a gigabyte of addresses, half of what a cluster may allow (ulimit -v)
+    # pyarrow's own allocator reserves 1 GB of address space, and a cluster may allow only 2 GB (ulimit -v)
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     sys.excepthook = report_exception  # for exceptions outside of `run`, such as Ctrl-C during the imports
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # it was closed before the program began
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))
-        elif stream is getattr(sys, f"__{name}__"):  # not one that a test or a notebook has put there
+        elif stream is getattr(sys, f"__{name}__"):  # not a stream that a test or a notebook put there
             outlive(stream, is_product=output_is_product and name == "stdout")
     try:
         result = main(*args)
@@ -167,17 +168,17 @@ def run(main: Callable[..., Any], *args: Any, output_is_product: bool = False) -
         leave(1)
 
 
-ADVICE = {  # against the operating system's errors
+ADVICE = {  # for errors of the operating system
     errno.ENOENT: "Check the path.",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Check its permissions."),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Make room there and run the same command again."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there and run the same command again."),
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), "Check that disk or file server."),
     **dict.fromkeys((errno.EMFILE, errno.EAGAIN), "Raise the limits on open files and processes with ulimit."),
 }
 
 
 def explain(error: BaseException) -> str:
-    """One line on an error of the user, the machine or the installation, whichever library raised it; "" for a bug."""
+    """One line that explains an error of the user, the machine or the installation, from any library; "" for a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -187,27 +188,27 @@ def explain(error: BaseException) -> str:
         )
     if is_out_of_memory(error):
         return (
-            f"There is not enough memory. {first_line(error)}. Close other programs that use it and run the same "
-            "command again; a run may take a lower --batch-size."
+            f"There is not enough memory. {first_line(error)}. Close other programs and run the same command again. "
+            "Training needs less with a lower --batch-size."
         )
     if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
-        advice = ADVICE.get(error.errno or 0, "Check that it is what you meant.")
+        advice = ADVICE.get(error.errno or 0, "Check that this is the path you meant.")
         return f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}"
     return ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one of its causes, says that memory ran out: libraries may keep only the text."""
+    """Whether an exception or one of its causes says that memory ran out. Libraries may keep only the text."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    said = "".join(traceback.format_exception(error, limit=0))  # types and texts, also of its causes
+    said = "".join(traceback.format_exception(error, limit=0))  # types and texts of the error and its causes
     words = "MemoryError|out of memory|not enough memory|ALLOC_FAILED|[Cc]an(not|'t) allocate memory"
-    words += "|failed to map segment|overflowed"  # a size that is beyond any memory overflows
+    words += "|failed to map segment|overflowed"  # a size beyond any memory overflows
     return re.search(words, said) is not None
 
 
 def report_exception(kind, error, trace):
-    """Print one line after Ctrl-C; one line, and status 2, for an error that the user can fix; else a traceback."""
+    """Print one line for Ctrl-C, one line (and exit with 2) for an error that the user can fix, else a traceback."""
     if kind is KeyboardInterrupt:
         print0("interrupted", file=sys.stderr)
     elif message := explain(error):
@@ -217,15 +218,15 @@ def report_exception(kind, error, trace):
 
 
 def is_rank_0() -> bool:
-    """Whether this is the only process of a run or the first of its ranks, also before these have met."""
+    """Whether this process is rank 0 or the only one. Works before the ranks are connected."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def progress_bar(*args: Any, **options: Any) -> Any:
-    """tqdm's bar, on rank 0 and a terminal only: it would fill a log file. It is removed at its end."""
-    from tqdm import tqdm  # takes a while
+    """tqdm's bar, only on rank 0 and in a terminal, because it would fill a log file. It disappears when done."""
+    from tqdm import tqdm  # slow to import
 
-    disable = None if is_rank_0() else True  # None: unless stderr is a terminal
+    disable = None if is_rank_0() else True  # None: disabled unless stderr is a terminal
     return tqdm(*args, leave=False, disable=disable, **options)
 
 
@@ -236,12 +237,12 @@ def print0(*args: object, file: Any = None) -> None:
 
 
 def note(text: str, file: Any = None) -> None:
-    """Print a note in one line, on rank 0 only. It may quote a file or a model: see `plain`."""
+    """Print a note in one line, on rank 0 only. `plain` makes it safe to quote a file or a model."""
     print0(f"note: {plain(text, limit=2000)}", file=file)
 
 
 def leave(status):
-    """End the process; at once if there are other ranks, because closing the process group would wait for them."""
+    """Exit. With other ranks, exit without any cleanup, because closing the process group would wait for them."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -250,9 +251,9 @@ def leave(status):
 
 
 def fail(message):
-    """Print one line on stderr (under torchrun, rank 0's) and exit with status 2."""
+    """Print an error in one line on stderr and exit with status 2. Under torchrun, the other ranks let rank 0 do it."""
     if not is_rank_0() and "TORCHELASTIC_RUN_ID" in os.environ:
-        # all ranks see most mistakes: rank 0 reports them, and torchrun ends the others meanwhile
+        # all ranks see most mistakes. Rank 0 reports them, and torchrun ends the others while they wait here
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(RANK_GRACE_SECONDS)
     print(f"error: {plain(message, limit=2000)}", file=sys.stderr, flush=True)
@@ -260,9 +261,9 @@ def fail(message):
 
 
 def outlive(stream: Any, is_product: bool) -> None:
-    """Let the program outlive stdout or stderr: output is dropped when the disk is full or the reader has gone.
+    """Let the program continue when stdout or stderr cannot be written, because the disk is full or the reader gone.
 
-    is_product: whether people run the program for this output, so that the first failure ends it.
+    is_product: whether this output is the reason to run the program. Then the first failure ends it.
     """
     stream.reconfigure(errors="replace", line_buffering=True)  # its encoding may lack characters
 
@@ -273,7 +274,7 @@ def outlive(stream: Any, is_product: bool) -> None:
         except OSError as error:
             if not is_product:
                 return None
-            is_product = False  # say so once: the buffered rest fails again at the exit
+            is_product = False  # report it once: the rest of the buffer fails again at exit
             if isinstance(error, BrokenPipeError):
                 sys.exit(141)  # 128 + SIGPIPE, as a shell shows it
             raise UserError(f"Could not write the output: {error.strerror}.") from None

@@ -1,12 +1,12 @@
-"""Flags from a dataclass, by argparse: one for each field, whose comment is its help text.
+"""Makes argparse flags from a dataclass: one flag per field. The field's comment becomes the flag's help.
 
-That is the comment at the end of the field's line or, if there is none, the comment above it. Where a field has both,
-the one above is the heading of a group. The help shows a class's own fields before inherited ones, and `preset` first.
+That is the comment at the end of the field's line or, if there is none, the comment above it. If there are both, the
+comment above is the heading of a new group. The help lists `preset`, then a class's own fields, then inherited ones.
 
-A field's Annotated may hold "-m", a second name of the flag; "positional", which makes it an argument without a flag;
-and "may be empty". Other texts must not be empty, as the value of an unset shell variable is, and may begin with ~, the
-home folder: a shell replaces it only at the beginning of a word, and not in --out-dir=~/run. Positive[int] and
-Positive[float] exclude 0. Whole numbers may be written as 1e9.
+A field may be Annotated with "-m", a second name for the flag; "positional", an argument without a flag; or "may be
+empty". Other texts must not be empty, because the value of an unset shell variable is. They may begin with ~ for the
+home folder, because a shell does not replace it in --out-dir=~/run. Positive[int] and Positive[float] exclude 0. Whole
+numbers may be written as 1e9.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ABOVE_0 = "above 0"
 Positive = Annotated[Number, ABOVE_0]  # Positive[int]: 1 or more
 SEE_HELP = "Run with --help to see all flags."
 SWITCH = {"true": True, "false": False}
-LIMIT = 1e18  # numbers are below it
+LIMIT = 1e18  # numbers must be below it
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +47,7 @@ def parse(config_class: type[Config], args: Sequence[str] | None = None, **optio
 
 
 def preset_of(values, presets):
-    """The preset that was typed, by default the first one."""
+    """The typed preset, by default the first one."""
     return presets[values.get("preset", next(iter(presets)))]
 
 
@@ -58,7 +58,7 @@ def read(
     presets: Mapping[str, Any] | None = None,
     synonyms: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The values that were typed, {field of `config_class`: value}; --help prints the help text and exits.
+    """The typed values, {field of `config_class`: value}. --help prints the help and exits.
 
     presets: {name: an instance with the defaults} for --preset, the first one by default; synonyms: other programs'
     names for the flags, {flag: names}.
@@ -81,7 +81,7 @@ def read(
 
 
 def make_parser(config_class, default):
-    """The parser of a dataclass's flags. It returns the values that were typed; its help shows those of `default`."""
+    """The parser of a dataclass's flags. It returns only typed values; its help shows the defaults in `default`."""
     module = sys.modules["__main__"].__spec__  # None for a script
     parser = Parser(
         prog=f"python -m {module.name.removesuffix('.__main__')}" if module else Path(sys.argv[0]).name,
@@ -92,7 +92,7 @@ def make_parser(config_class, default):
         allow_abbrev=False,
     )
     group = parser.add_argument_group("flags")
-    group.add_argument("-h", "--help", action="store_true", default=False, help="show this text")
+    group.add_argument("-h", "--help", action="store_true", default=False, help="show this help")
     comments = comments_of(config_class)
     arguments = []
     for field in fields_in_order(config_class):
@@ -114,7 +114,7 @@ def make_parser(config_class, default):
 
 
 def fields_in_order(config_class):
-    """The fields as the help shows them: `preset`, those in the class itself, and those that it inherits."""
+    """The fields in the help's order: `preset`, then the class's own fields, then inherited ones."""
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     names = ["preset", *config_class.__annotations__, *fields]
     return [fields[name] for name in dict.fromkeys(names) if name in fields]
@@ -137,8 +137,8 @@ def options_of(field, config_class) -> dict[str, Any]:
     else:
         named = getattr(kind, "__name__", kind)
         raise UserError(
-            f"The field {field.name} of {config_class.__name__} has the type {named!r}, of which there are no flags. "
-            "Use int, float, str, bool, Literal, or a tuple of numbers or texts, without quotes."
+            f"The field {field.name} of {config_class.__name__} has the type {named!r}, which no flag can have. Use "
+            "int, float, str, bool, Literal, or a tuple of numbers or texts, and write it without quotes."
         )
     if "may be empty" in notes:
         read = str
@@ -146,15 +146,15 @@ def options_of(field, config_class) -> dict[str, Any]:
 
 
 def as_positional(options, default) -> dict[str, Any]:
-    """The options of an argument without a flag, which may be left out."""
+    """The options of an argument without a flag. People may leave it out."""
     if "nargs" in options:
         return options | {"nargs": "*"}
-    # argparse would read its mark for a missing value as if it had been typed
+    # with a default of SUPPRESS, argparse would parse that word as if it had been typed
     return options | {"nargs": "?", "default": default}
 
 
 def help_text(text, value):
-    """A flag's comment with its default, for argparse, to which % is special."""
+    """A flag's comment and its default, with % escaped for argparse."""
     if value not in ("", None, (), []):
         shown = value
         if isinstance(value, bool):
@@ -189,7 +189,7 @@ def comments_of(config_class):
 
 
 def spell_as_argparse(actions, words):
-    """--max_steps as --max-steps, --compile=False and --compile False as --no-compile; words after "--" unchanged."""
+    """Spell --max_steps as --max-steps, and --compile False (or =False) as --no-compile, in the words before "--"."""
     opposites = {}
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
@@ -226,12 +226,12 @@ def read_text(word):
 
 
 def integer(word):
-    """A whole number, also as 1e9."""
+    """A whole number, which may be written as 1e9."""
     is_power = "e" in word.lower() and float(word).is_integer()
     return int(float(word)) if is_power else int(word)
 
 
-# {the type of a field: (its reader, the word for a value in the help text)}
+# {type of a field: (its reader, the word for a value in the help)}
 READERS = {int: (integer, "INT"), float: (float, "FLOAT"), str: (read_text, "TEXT")}
 
 
@@ -245,7 +245,7 @@ def read_choice(choices, word):
 
 
 def explain(unknown, actions, synonyms, *, presets):
-    """A sentence for each flag in `unknown` that does not exist or, if there is none, for its first word."""
+    """A sentence for each flag in `unknown` or, if there are only words, for the first of them."""
     meanings = {}
     for action in actions:
         meanings |= {name.strip("-"): name for name in action.option_strings}
@@ -293,14 +293,14 @@ def flag_of(name):
 
 
 def check(options: Any, complaints: Iterable[str] = ()) -> None:
-    """Raise one UserError with all `complaints`, and with each number that is infinite, nan or out of its range.
+    """Raise one UserError that lists all `complaints` and all numbers that are out of range, infinite or nan.
 
-    Numbers are 0 or more, unless the field is Positive. A field's own default is legal, and if that is negative, so are
-    other negative numbers.
+    Numbers must be 0 or more, and above 0 if the field is Positive. A field's default is always valid; if it is
+    negative, other negative numbers are valid as well.
     """
     errors = list(complaints)
     for flag, value, error in range_errors(options):
-        if not any(f"{flag} is {value}, but" in complaint for complaint in errors):  # that says more
+        if not any(f"{flag} is {value}, but" in complaint for complaint in errors):  # the complaint says more
             errors.append(error)
     if errors:
         raise UserError(" ".join(errors))
