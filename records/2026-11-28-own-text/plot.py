@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 FOLDER = Path(__file__).parent
 BLUE, ORANGE = "#1f4e79", "#d9792b"
 # step: which of its four samples, and where its box begins
-BOXES = {200: (0, 90, 5.0), 400: (0, 335, 3.5), 1000: (1, 615, 2.5)}
+BOXES = {200: (0, 90, 5.25), 400: (0, 335, 3.85), 1000: (1, 615, 2.6)}
 
 
 def read_losses(stream):
