@@ -1042,12 +1042,12 @@ def set_computation(model, config):
         model.lm_head = Float8Linear(model.lm_head)  # shares its weight
 
 
-def wrap(raw_model, config, world, *, compiled):
-    """The model to train: compiled if asked for, and in DDP if there are several ranks, each with a whole model.
+def wrap(raw_model, config, world):
+    """The model to train: compiled with config.compile, and in DDP if there are several ranks with a whole model each.
 
     With DDP, every rank must use every parameter in every step.
     """
-    model = torch.compile(raw_model, dynamic=False) if compiled else raw_model
+    model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
     if uses_ddp(config, world):
         # subtle: the first call compiles inside DDP, which splits the graph at its gradient buckets, so that their
         # all-reduces overlap with the backward pass. Larger buckets than DDP's 25 MB leave fewer graphs to compile

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import sys
@@ -34,7 +35,7 @@ class Trial(NamedTuple):
     """Everything that a trial step needs. In an evaluation only the forward pass is tried."""
 
     raw_model: Any
-    wrap: Callable[..., Any]  # wrap(raw_model, config, world, compiled=) makes the model to train
+    wrap: Callable[..., Any]  # wrap(raw_model, config, world) makes the model to train
     autocast: Callable[..., Any]  # autocast(config, world) is the context of a forward pass
     num_ids: int
     config: Any
@@ -64,6 +65,11 @@ class Trial(NamedTuple):
     def loss(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with self.autocast(self.config, self.world):
             return model(x, y, return_logits=False)[1]
+
+    def wrapped(self, *, compiled: bool) -> Any:
+        """The model to train, with torch.compile or without it."""
+        config = dataclasses.replace(self.config, compile=compiled)
+        return self.wrap(self.raw_model, config, self.world)
 
     def count_kept_bytes(self, model: Any, batch: torch.Tensor) -> tuple[int, torch.Tensor]:
         """(the bytes that the forward pass of a sequence keeps for the backward pass, its loss)."""
@@ -307,7 +313,7 @@ def estimate(trial: Trial) -> Fit:
 def try_sharded(trial: Trial) -> Fit:
     """Estimate B for a sharded model, and try one sequence: the ranks would hang if one of them ran out of memory."""
     found = estimate(trial)
-    model = trial.wrap(trial.raw_model, trial.config, trial.world, compiled=trial.compiles)
+    model = trial.wrapped(compiled=trial.compiles)
     buffers = {name: buffer.clone() for name, buffer in trial.raw_model.named_buffers()}
     try:
         loss = trial.loss(trial.raw_model, *trial.random_batch(1))
@@ -331,7 +337,7 @@ def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
     """Try a step. Returns (the model to train, compiled if that is in `optional`; a micro-step's seconds on a CPU)."""
     world = trial.world
     began = 0.0
-    model = trial.wrap(trial.raw_model, trial.config, world, compiled=COMPILED in optional)
+    model = trial.wrapped(compiled=COMPILED in optional)
     reserved = []
     if trial.trains:
         # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks, the
