@@ -1,10 +1,11 @@
-"""Which evaluation examples occur in the training text? Training on them would inflate the score.
+"""Find evaluation examples in the training text: they inflate the score.
 
     python contamination.py --data edu_fineweb10B
     python contamination.py --data books --eval examples.jsonl
 
-This searches the shards of a folder for runs of 13 tokens from HellaSwag's examples (the context with each of
-its endings), by hashes of 64 bits. Memory does not grow with the corpus.
+This searches a folder of shards for 13 tokens in a row of HellaSwag's examples,
+each a context with one of its endings. It compares 64-bit hashes. Memory use
+does not grow with the corpus.
 """
 
 import os
@@ -18,7 +19,7 @@ from plumbing.cli import console, flags
 
 @dataclass
 class Options:
-    data: str = "edu_fineweb10B"  # folder of token shards to search
+    data: str = "edu_fineweb10B"  # the folder of token shards to search
     eval: str = "hellaswag/hellaswag_val.jsonl"  # HellaSwag's examples: JSON lines with ctx and endings
 
 
@@ -39,17 +40,17 @@ from plumbing.data.readers import read_records
 from plumbing.data.shards import Shard, check_meta, open_shard, split_of
 from plumbing.system.limits import num_cores
 
-NGRAM = 13  # length in tokens of an overlap that counts; GPT-3's contamination study takes 13 words
+NGRAM = 13  # tokens in the shortest overlap that counts; GPT-3's contamination study takes 13 words
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses nothing modulo 2**64
 TABLE_BITS = 27  # 128 MB of flags: with a million n-grams, 1 token in 100 passes and is looked up
-BLOCK = 2**17  # tokens that a core searches at a time. They fit its cache
+BLOCK = 2**17  # tokens that a core searches at a time, few enough for its cache
 
 
 def read_examples(path, enc):
     """[(line number, tokens)] of a HellaSwag file: the context with each ending."""
     if not os.path.exists(path):
         raise UserError(
-            f"There is no file {path}. hellaswag.py downloads HellaSwag's examples; --eval names another file."
+            f"There is no file {path}. Download HellaSwag's examples with hellaswag.py, or name a file with --eval."
         )
     examples = []
     for number, place, example in read_records(path):
@@ -63,7 +64,7 @@ def read_examples(path, enc):
 
 
 def ngram_hashes(tokens):
-    """(n,) uint16 -> (n - NGRAM + 1,) uint64: the hash of the n-gram at each position, a polynomial."""
+    """(n,) uint16 -> (n - NGRAM + 1,) uint64: a polynomial hash of the n-gram at each position."""
     tokens = tokens.astype(np.uint64) + 1  # without it, leading zeros would not affect the hash
     hashes = tokens[: max(0, len(tokens) - NGRAM + 1)].copy()
     for i in range(1, NGRAM):
@@ -111,7 +112,7 @@ def longest_overlaps(examples, found):
     longest = {}
     for number, tokens in examples:
         ngrams = ngram_hashes(tokens).tolist()
-        start = 0  # of the present stretch
+        start = 0  # of the current stretch
         for i, ngram in enumerate(ngrams):
             length = i + NGRAM - start
             if ngram not in found:
@@ -137,13 +138,13 @@ def report(folder, path):
     examples = read_examples(path, enc)
     if all(len(tokens) < NGRAM for _, tokens in examples):
         raise UserError(
-            f"No example in {path} has {NGRAM} tokens. Give HellaSwag's validation file with --eval."
+            f"No example in {path} has {NGRAM} tokens or more. Give HellaSwag's validation file with --eval."
         )
     num_examples = len({number for number, _ in examples})
     print(f"{path}: {num_examples:,} examples")
     print(f"{folder}: {sum(map(len, shards)):,} tokens of {enc.name}", flush=True)
     if len(enc._mergeable_ranks) == 256:
-        console.note(f"{NGRAM} bytes in a row are often the same by chance. Shards of longer tokens tell more.")
+        console.note(f"{NGRAM} bytes in a row are often the same by chance. A larger vocabulary tells more.")
     hashes = np.concatenate([ngram_hashes(tokens) for _, tokens in examples])
     table = np.zeros(2**TABLE_BITS, bool)
     table[first_bits(hashes)] = True

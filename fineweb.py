@@ -1,4 +1,5 @@
-"""Turn documents into token shards: a data set of the hub by its name, your own text, or Python's documentation.
+"""Turn documents into token shards: a data set on the hub, your own files, or
+Python's documentation.
 
     python fineweb.py                        10B tokens of FineWeb-Edu
     python fineweb.py --pretokenized 10      1B of them, ready-made
@@ -6,18 +7,24 @@
     python fineweb.py --dataset HuggingFaceFW/fineweb --config sample-10BT
     python fineweb.py --input books/*.txt --out-dir books
 
-Each document becomes <|endoftext|> followed by its tokens. A literal <|endoftext|> in a text is treated as
-text. A shard, `<name>_<split>_<6 digits>.npy` of uint16, holds whole documents in the order of the input,
-about `--shard-size` tokens of them; the last shard has the rest. One document in 11 is for validation, fewer
-of a large text; of FineWeb-Edu and Python's documentation the first shard is. A document of more than 16,000
-characters in a text file is divided into pieces, and one piece in 11 is for validation. A single document is
-divided between the two splits.
+Each document becomes <|endoftext|> followed by its tokens. If a text contains
+<|endoftext|>, it is treated as text. Rows without text are left out. Only the
+columns with the text are read. At the end, notes count the rows left out and
+name the columns not read.
 
-Rows without a text are left out. Of a row, only the text's columns are read. The last lines count the rows
-that were left out and name the columns that were not read. Memory use does not grow with the corpus or with
-the number of cores: it is a few shards, and up to 64 MB of text in the queue. The same command resumes after
-the last complete shard that meta.json records. It writes the same bytes whenever it was killed and on any
-number of cores. A data set of the hub stays at the commit that it had at first.
+A shard, `<name>_<split>_<6 digits>.npy`, is an array of about `--shard-size`
+uint16 tokens: whole documents in the order of the input.
+
+One document in 11 is for validation, fewer in a large input. FineWeb-Edu and
+Python's documentation use their first shard instead. In a text file, a document
+of more than 16,000 characters is cut into pieces, and one piece in 11 is for
+validation. A single document is cut in two.
+
+If the command is stopped, run it again: it resumes after the last shard in
+meta.json. It writes the same bytes wherever it stopped, and on any number of
+cores. A data set on the hub stays at the commit it had at first. Memory use
+depends neither on the corpus nor on the cores: it is a few shards, and up to
+64 MB of text in the queue.
 """
 
 import os
@@ -33,14 +40,15 @@ from plumbing.data.options import DataOptions
 
 @dataclass
 class Options(DataOptions):
-    # OWNER/NAME on the hub, fineweb-edu, or python-docs: the documentation that ships with Python
+    # OWNER/NAME on the Hugging Face hub, fineweb-edu, or python-docs (the documentation that comes with Python)
     dataset: str = "fineweb-edu"
-    # the column or key of the text: title,body joins two with a blank line, doc.text is the text in an object doc
+    # the column or key of the text; title,body joins two with a blank line; doc.text is the key text in an object doc
     text_column: str = "text"
-    # the text between the documents of a text file, such as <|endoftext|>; by default a file is one document
+    # the text between documents in a text file, such as <|endoftext|>; by default each file is one document
     separator: Annotated[str, "may be empty"] = ""
-    pretokenized: int = 0  # fetch this many ready-made training shards of FineWeb-Edu instead
-    max_tokens: int = 0  # stop after about this many tokens, such as 1e9, including validation; 0: all
+    # download this many ready-made shards of FineWeb-Edu instead: 100M tokens each, at most 99
+    pretokenized: int = 0
+    max_tokens: int = 0  # stop after about this many tokens, such as 1e9, validation included; 0: use all
 
 
 if __name__ == "__main__":
@@ -59,11 +67,11 @@ from plumbing.data import downloads, inputs, preparation, readers, shards, token
 from plumbing.data.preparation import Content, Tokens
 from plumbing.files import atomic_write, lock_folder, open_regular, remove_folder
 
-# {--dataset: (default of --out-dir, beginning of the shards' names)}. Their first shard is for validation; a single one
-# is divided
+# {--dataset: (default of --out-dir, beginning of the shards' names)}. Their first shard is for validation; if it is the
+# only one, it is cut in two
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 READY_REPO = "kjj0/finewebedu10B-gpt2"
-READY_SHARDS = 99  # for training, beside one for validation
+READY_SHARDS = 99  # for training; one more is for validation
 READY_BYTES = 200_001_024  # of each
 
 
@@ -73,13 +81,15 @@ def check_options(options: Options) -> None:
     changed = [name for name, value in vars(options).items() if value != getattr(Options, name)]
     unused = [flags.flag_of(name) for name in changed if name not in ("pretokenized", "out_dir")]
     if options.pretokenized and unused:
-        complaints.append(f"--pretokenized fetches shards that are ready: leave {', '.join(unused)} out.")
+        complaints.append(f"--pretokenized downloads ready-made shards, so leave {', '.join(unused)} out.")
     if options.pretokenized > READY_SHARDS:
         complaints.append(
-            f"--pretokenized is {options.pretokenized}, but it must be at most {READY_SHARDS}, the shards there are."
+            f"--pretokenized is {options.pretokenized}, but it must be at most {READY_SHARDS}: there are no more."
         )
     if not options.input and options.dataset in DATASETS and {"config", "split"} & set(changed):
-        complaints.append(f"{options.dataset} has neither configs nor splits. Give OWNER/NAME with --dataset.")
+        complaints.append(
+            f"{options.dataset} has neither configs nor splits. Leave them out, or change --dataset."
+        )
     types = {inputs.file_type(name) for name in options.input}
     if options.separator and options.input and types.isdisjoint({"", ".txt"}):
         complaints.append("--separator only divides text files, and there are none in --input: leave it out.")
@@ -112,11 +122,11 @@ class Continuation(str):
 
 
 def encode_pieces(enc: tiktoken.Encoding, pieces: list[str]) -> list[np.ndarray]:
-    """Tokenize pieces into arrays of uint16: <|endoftext|> if a document starts, then its ids."""
+    """Tokenize pieces into arrays of uint16. <|endoftext|> comes first where a document starts."""
     joined = "".join(tokenizers.EOT + text for text in pieces)
     has_continuations = any(isinstance(text, Continuation) for text in pieces)
     if pieces and not has_continuations and joined.count(tokenizers.EOT) == len(pieces):
-        # one call for all documents takes Python's lock once instead of once per document
+        # one call for all documents takes the GIL once instead of once per document
         with contextlib.suppress(ValueError):  # half a surrogate pair, or a million blanks
             ids = enc.encode_to_numpy(joined, allowed_special={tokenizers.EOT}, disallowed_special=())
             ids = ids.astype(np.uint16)
@@ -130,7 +140,7 @@ def encode_pieces(enc: tiktoken.Encoding, pieces: list[str]) -> list[np.ndarray]
 
 
 def prepare(options: Options) -> str:
-    """Make the shards that `options` describe, or those of them that are missing. Returns their folder."""
+    """Make the shards that `options` describe, or the missing ones. Returns their folder."""
     check_options(options)
     if options.pretokenized:
         return fetch_pretokenized(options)
@@ -145,7 +155,7 @@ def prepare(options: Options) -> str:
 
 
 def make_python_docs(folder: str) -> None:
-    """Make the data of preset quickstart, Python's documentation as bytes, unless there are complete shards."""
+    """Make the data of preset quickstart (Python's documentation as bytes) unless it is complete."""
     meta = shards.read_meta(folder)
     if not (meta.complete and meta.shards):
         prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=folder))
@@ -167,7 +177,7 @@ def fetch_pretokenized(options: Options) -> str:
         try:  # so that a machine without a network can train on them
             tokenizers.save_for_folder(tokenizers.get_encoding("gpt2"), folder)
         except UserError as error:  # the shards can be used without it
-            console.note(f"The tokenizer could not be saved with the shards, so training will fetch it. {error}")
+            console.note(f"The tokenizer could not be saved with the shards, so training downloads it. {error}")
         preparation.finish(folder, meta, "document")
     return folder
 
@@ -177,12 +187,12 @@ def fetch_shard(folder: str, name: str, meta: shards.Meta) -> None:
     download_folder = os.path.join(folder, ".download")
     path = downloads.fetch(inputs.Source(name, repo=READY_REPO, commit="main"), download_folder)
     tokens = shards.open_shard(path).read()
-    if name not in meta.shards:  # a damaged one that is fetched again was counted before
+    if name not in meta.shards:  # a damaged one was counted before
         meta.documents += int(np.count_nonzero(tokens == 50256))
     meta.shards[name] = len(tokens)
-    preparation.save(folder, meta)  # first: if this is killed in between, it is known to be missing
+    preparation.save(folder, meta)  # first: if this is killed in between, the shard counts as missing
     with open_regular(path) as fetched, atomic_write(os.path.join(folder, name)) as file:
-        shutil.copyfileobj(fetched, file)  # not moved: it may be in the user's cache of the hub
+        shutil.copyfileobj(fetched, file)  # copied, not moved: it may be in the hub's cache
     remove_folder(download_folder)
 
 
@@ -198,9 +208,9 @@ def main(args: list[str] | None = None) -> None:
 def training_command(folder: str, train: list[int], val: list[int]) -> list[Any] | None:
     """The command that trains on shards of these lengths; None if they are too short.
 
-    With a GPU and 100M tokens or more it trains a GPT-2, and otherwise the quickstart's small model.
+    With a GPU and at least 100M tokens it trains GPT-2, and otherwise the quickstart's small model.
     """
-    # looks for a GPU's tools, because asking torch would take seconds
+    # looks for the GPU's tools, because importing torch takes seconds
     has_gpu = any(map(shutil.which, ("nvidia-smi", "rocm-smi")))
     if has_gpu and sum(train) >= 10**8:  # enough to be worth training GPT-2 on
         # one pass over the data, unless that is as long as the preset

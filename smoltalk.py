@@ -4,30 +4,34 @@
     python smoltalk.py --dataset OWNER/NAME --split train_sft
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
 
-A line of `--input` is
+Each line of an `--input` file holds a conversation:
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}
 
-with the roles user, assistant and system (or developer). These are read as well: OpenAI's content parts, a list
-of messages without the object around it, ShareGPT's conversations, Alpaca's instructions, a .json file with an
-array of any of these, and columns of these names in Parquet and CSV files. `system` or `system_prompt` beside
-the messages comes first. An answer with "weight": 0 or "train": false is not learned.
+The roles are user, assistant and system (or developer). Other formats are read
+as well: OpenAI's content parts, a list of messages without the object around
+it, ShareGPT's conversations, Alpaca's instructions, a .json file with an array
+of any of these, and Parquet and CSV files with columns of these names. `system`
+or `system_prompt` beside the messages comes first. The model does not learn an
+answer with "weight": 0 or "train": false.
 
-Messages to and from tools, rows that are not conversations, and rows whose answers are marked in another way as
-bad or masked are left out and counted. Every other key that is not read is named in the last lines.
+Messages to and from tools are left out. So are rows that are not conversations,
+and rows that mark an answer as bad or masked in any other way. At the end,
+notes count what was left out and name the keys that were not read.
 
 The line above becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1
 
-where the markers are single ids after the tokenizer's own; text that spells out a marker stays text.
-The shards are like fineweb.py's, with a mask file `x_train_000001.mask` for each `x_train_000001.npy`
-(np.save, uint8, same length): 1 where a token counts as a target.
+Each marker is a single id after the tokenizer's own ids. If a text spells out a
+marker, it stays text. The shards are like fineweb.py's, with a mask for each:
+`x_train_000001.mask` for `x_train_000001.npy` (np.save, uint8, same length), 1
+where a token counts as a target.
 
-A block of `--max-length` tokens holds whole conversations and is filled up with <|end|> (mask 0), so a model
-with that sequence length sees each conversation from its first token. A longer conversation is cut after the
-last answer that fits.
+A block of `--max-length` tokens holds whole conversations, padded with <|end|>
+(mask 0). So a model with that sequence length sees each conversation from its
+first token. A longer conversation is cut after the last answer that fits.
 """
 
 import dataclasses
@@ -44,14 +48,14 @@ from plumbing.data.options import DataOptions
 @dataclass
 class Options(DataOptions):
     dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the hub
-    config: str = ""  # one of the data set's configs, if it has several; of SmolTalk: all
-    # your own files, folders or globs of conversations: .jsonl, .json, .csv or .parquet, also .gz or .zst
+    config: str = ""  # one of the data set's configs, if it has several; for SmolTalk, all by default
+    # your own files, folders or globs of conversations: .jsonl, .json, .csv or .parquet; .gz and .zst are unpacked
     input: tuple[str, ...] = ()
-    # the model to fine-tune, as for train_gpt2.py; it determines the tokenizer and the default of --max-length
+    # the model to fine-tune, as for train_gpt2.py; it sets the tokenizer and the default of --max-length
     init_from: str = ""
-    tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; the role markers are added to it
-    shard_size: flags.Positive[int] = 20_000_000  # about how many tokens are in a shard
-    # tokens per block: the sequence length to train with; 0: the model's longest, or 1024 without --init-from
+    tokenizer: str = ""  # gpt2 (the default), bytes, or a .tiktoken file; role markers are added
+    shard_size: flags.Positive[int] = 20_000_000  # tokens in a shard, roughly
+    # tokens in a block: the sequence length to train with; 0: the model's longest, or 1024 without --init-from
     max_length: int = 0
 
 
@@ -74,15 +78,15 @@ from plumbing.data.readers import EMPTY, Row, Unusable, keys_with_values
 LISTS = ("messages", "conversations")  # columns with a list of messages
 ALPACA = ("instruction", "input", "output")
 SYSTEM = ("system", "system_prompt")
-# other programs' words for bad or masked answers. They are not followed, so such rows are left out
+# other programs' marks of bad or masked answers. They are not followed: a row with one is left out
 MARKS = ("kto_tag", "loss_mask", "trainable", "train_detail", "training_detail")
 FLAGS = ("weight", "train", "training", "loss")  # 0 or false: the answer is not learned
 FORMATS = (
-    "These are read: messages with role and content, conversations with from and value, or instruction with input and"
-    ' output; beside them system or system_prompt. Remove bad answers, and give "weight": 0 to masked ones.'
+    "A row needs messages (role and content), conversations (from and value), or instruction and output; input, system"
+    ' and system_prompt are read as well. Remove bad answers, and give "weight": 0 to masked ones.'
 )
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
-# the roles that ShareGPT and OpenAI also have
+# ShareGPT's and OpenAI's other names for roles
 ROLE_NAMES = {"human": "user", "developer": "system"}
 ROLE_NAMES |= dict.fromkeys(["gpt", "chatgpt", "bing", "bard", "model", "bot", "ai"], "assistant")
 TOOLS = "function observation function_call function_response tool_call tool_response ipython"
@@ -99,15 +103,15 @@ CUT = "conversation cut after the last answer that fits"
 class Message(NamedTuple):
     """A message of OpenAI's or ShareGPT's format."""
 
-    role: str  # tool if it is to or from one
+    role: str  # "tool" for a message to or from a tool
     content: Any
-    unread: Sequence[str] = ()  # its keys that hold something and are not read
+    unread: Sequence[str] = ()  # keys that have a value and are not read
 
 
 def read_conversation(values: Any) -> Content:
-    """The messages of a row, or why it is left out; what happened in it, and which of its keys were not read.
+    """Read the messages of a row, or say why it is left out; count what happened, and name the keys not read.
 
-    A message is {"role", "content"}, with "weight": 0 in the answers that are not learned.
+    A message is {"role", "content"}. An answer that is not learned also has "weight": 0.
     """
     if isinstance(values, Unusable):
         return Content(values, 0)
@@ -140,7 +144,7 @@ def read_conversation(values: Any) -> Content:
     if unusable:
         return Content(unusable, 0, unread=unread)
     if not answers:
-        return Content(Unusable("has no answer of an assistant"), 0, unread=unread)
+        return Content(Unusable("has no answer by the assistant"), 0, unread=unread)
     counts[UNANSWERED] = len(messages) - 1 - answers[-1]
     messages = messages[: answers[-1] + 1]
     size = sum(sys.getsizeof(message["content"]) for message in messages)
@@ -148,7 +152,7 @@ def read_conversation(values: Any) -> Content:
 
 
 def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    """(messages of a row, its system's message first; the columns in which they are)."""
+    """(messages of a row, with the system's first; the columns that hold them)."""
     messages: list[Any] = []
     read: list[str] = []
     for column in LISTS:
@@ -174,7 +178,7 @@ def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
 
 
 def parsed(value: Any) -> Any:
-    """A value, or what a text in JSON says: in a CSV file, lists are texts."""
+    """The value, parsed if it is JSON text: a CSV file holds lists as text."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -200,7 +204,7 @@ def read_message(message: Any) -> Message:
 
 
 def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of OpenAI's content if all of them are text, and none is an image or a sound."""
+    """The parts of OpenAI's content; none if one of them is not text but an image or a sound."""
     parts = message.get("content")
     if not isinstance(parts, list):
         return []
@@ -212,7 +216,7 @@ def is_text(part: Any) -> bool:
 
 
 def invalid(message: dict[str, Any], number: int) -> Unusable | None:
-    """Why a message cannot be used, if so."""
+    """The reason why a message cannot be used, or None."""
     content = message["content"]
     if message["role"] in tokenizers.ROLES and isinstance(content, str) and content.strip():
         return None
@@ -223,26 +227,26 @@ def invalid(message: dict[str, Any], number: int) -> Unusable | None:
 
 
 def not_followed(record: dict[str, Any]) -> Unusable | None:
-    """Why a row or an answer is left out: one of MARKS says that an answer is bad or masked."""
+    """The reason to leave out a row or an answer, or None: one of MARKS calls an answer bad or masked."""
     for mark in MARKS:
         value = record.get(mark)
-        if isinstance(value, str):  # as a CSV file has it
+        if isinstance(value, str):  # from a CSV file
             value = parsed(value.lower())
         values = value if isinstance(value, list) else [value]
         if value not in EMPTY and any(each != 1 for each in values):
             shown = console.plain(repr(record[mark]), 60)
-            return Unusable(f"has {mark} {shown}, which is not followed")
+            return Unusable(f"has {mark} {shown}, which is not supported")
     return None
 
 
 def unclear_flags(answer: dict[str, Any]) -> Unusable | None:
-    """Why an answer's flags cannot be followed, if so: they must say that all of it is learned, or nothing."""
+    """The reason why an answer's flags cannot be followed, or None: an answer is learned in full or not at all."""
     for flag in FLAGS:
         if answer.get(flag) not in (None, 0, 1):
             shown = console.plain(repr(answer[flag]), 60)
-            return Unusable(f"has {flag} {shown} at a message, but only 0 and 1, false and true are read")
+            return Unusable(f"has {flag} {shown} in a message, but it must be 0, 1, false or true")
         if any(part.get(flag) not in (None, 1) for part in parts_of(answer)):
-            return Unusable("has a message of which only a part is to be learned")
+            return Unusable("has a message with a part that is not to be learned")
     return None
 
 
@@ -256,13 +260,13 @@ class Block:
 
 
 def pack(lengths: Iterable[int], max_length: int) -> Iterator[list[int]]:
-    """Pack conversations of these lengths into blocks of `max_length` tokens. Yields the numbers of those in a block.
+    """Pack conversations of these lengths into blocks of `max_length` tokens. Yields the conversations of each block.
 
-    Best fit: 5, 6, 3 and 4 tokens in blocks of 9 make 5 + 4 and 6 + 3. They are shuffled, so that short conversations
-    also begin blocks.
+    Best fit: in blocks of 9, lengths of 5, 6, 3 and 4 make 5 + 4 and 6 + 3. Each block is shuffled, so that short
+    conversations also come first.
     """
     rng = random.Random(0)
-    blocks: list[Block] = []  # those that are open
+    blocks: list[Block] = []  # the open ones
 
     def close(block: Block) -> list[int]:
         blocks.remove(block)
@@ -284,7 +288,7 @@ def pack(lengths: Iterable[int], max_length: int) -> Iterator[list[int]]:
 
 
 class Conversations(preparation.Renderer):
-    """Whole conversations, packed into blocks, with a mask of the tokens that are learned."""
+    """Turns conversations into blocks, with a mask of the tokens to learn."""
 
     columns = (*LISTS, *ALPACA, *SYSTEM, *MARKS)
     noun = "conversation"
@@ -308,12 +312,12 @@ class Conversations(preparation.Renderer):
     def render(
         self, enc: tiktoken.Encoding, messages: list[dict[str, Any]]
     ) -> tuple[Tokens | Unusable, dict[str, int]]:
-        """Its tokens up to the last answer that fits into a block, and what happened."""
+        """A conversation's tokens up to the last answer that fits into a block, and counts of what happened."""
         ids, mask, stop = tokenizers.render_conversation(messages, enc, self.max_length)
         if not stop:
-            return Unusable(f"has no answer within {self.max_length} tokens, the --max-length"), {}
+            return Unusable(f"has no answer within {self.max_length} tokens (--max-length)"), {}
         if not any(mask[:stop]):
-            return Unusable("has no answer that is to be learned"), {}
+            return Unusable("has no answer to learn"), {}
         counts = {}
         num_unlearned = sum("weight" in message for message in messages)
         if num_unlearned:
@@ -324,7 +328,7 @@ class Conversations(preparation.Renderer):
         return tokens, counts
 
     def arrange(self, tokens: Tokens) -> Tokens:
-        """Blocks of the conversations in `tokens`, and behind the last one the target of its last position."""
+        """Pack the conversations in `tokens` into blocks, and add a target for the last position."""
         assert tokens.mask is not None
         bounds = [*np.flatnonzero(tokens.ids == self.eot).tolist(), len(tokens.ids)]
         blocks = list(pack(np.diff(bounds).tolist(), self.max_length))
@@ -345,7 +349,7 @@ def prepare(options: Options) -> str:
     """Make the shards that `options` describe, and print the command that trains on them. Returns their folder."""
     complaints = preparation.data_set_complaints(options)
     if options.init_from and options.tokenizer:
-        complaints.append("--init-from determines the tokenizer, so leave --tokenizer out.")
+        complaints.append("--init-from sets the tokenizer, so leave --tokenizer out.")
     flags.check(options, complaints)
     if options.dataset == Options.dataset and not options.config and not options.input:
         options = dataclasses.replace(options, config="all")
@@ -370,7 +374,7 @@ def prepare(options: Options) -> str:
     conversations = Conversations(enc, max_length)
     meta = preparation.make_shards(folder, meta, conversations, enc=enc, sources=sources, options=options)
     command = preparation.training_command(
-        "chat" if is_large else "quickstart",  # the rate of chat is too low for a smaller model
+        "chat" if is_large else "quickstart",  # the learning rate of chat is too low for a smaller model
         folder,
         meta.lengths("train"),
         T=max_length,

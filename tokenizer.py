@@ -1,16 +1,17 @@
-"""Tokenizers: GPT-2's, plain bytes, or one trained here. Each is a `tiktoken.Encoding`.
-
-    enc = get_encoding("gpt2")         # OpenAI's 50,257 ids, downloaded once
-    enc = get_encoding("bytes")        # 256 bytes and <|endoftext|>; no network
-    enc = get_encoding("my.tiktoken")  # trained with the command below
-    enc = get_encoding("gpt2+chat")    # any of them with the role markers of a chat
-
-Train your own byte-level BPE for fineweb.py and smoltalk.py:
+"""Train a byte-level BPE tokenizer for fineweb.py and smoltalk.py.
 
     python tokenizer.py --input docs --vocab-size 32768 --out my.tiktoken
 
-`my.tiktoken` is in tiktoken's format, a `base64-of-the-token rank` line per token. That format has no place
-for the name, the pre-tokenization pattern and the special tokens: they are in `my.tiktoken.json`.
+`my.tiktoken` is in tiktoken's format, a `base64-of-the-token rank` line per
+token. That format has no place for the name, the pre-tokenization pattern and
+the special tokens: they are in `my.tiktoken.json`.
+
+In Python, open a tokenizer with `get_encoding`. Each is a `tiktoken.Encoding`.
+
+    enc = get_encoding("gpt2")         # OpenAI's 50,257 ids, downloaded once
+    enc = get_encoding("bytes")        # 256 bytes and <|endoftext|>; no network
+    enc = get_encoding("my.tiktoken")  # trained with the command above
+    enc = get_encoding("gpt2+chat")    # any of them with the markers of a chat
 """
 
 import os
@@ -24,11 +25,11 @@ from plumbing.cli import console, flags
 
 @dataclass
 class Options:
-    input: tuple[str, ...] = ()  # files, folders or globs to learn from, as fineweb.py takes them
-    # the .tiktoken file to write; the pattern and the special token go into a second file, with .json added
+    input: tuple[str, ...] = ()  # files, folders or globs to learn from, of the types that fineweb.py reads
+    # the .tiktoken file to write; a second file, with .json added, holds the pattern and the special token
     out: str = ""
-    vocab_size: int = 32768  # ids in all, <|endoftext|> included; 257 to 65536
-    text_column: str = "text"  # the column of a .csv or .parquet file, the key of a JSON object
+    vocab_size: int = 32768  # number of ids, <|endoftext|> included; 257 to 65536
+    text_column: str = "text"  # the column or key of the text in .csv, .parquet and JSON files
 
 
 if __name__ == "__main__":
@@ -48,7 +49,7 @@ from plumbing.files import check_new_output
 
 
 def byte_chars():
-    """GPT-2's mapping of the 256 bytes to printable characters: the byte's own, or one from U+0100 on."""
+    """GPT-2's mapping of the 256 bytes to printable characters: the same code point, or one from U+0100 on."""
     from tokenizers.pre_tokenizers import ByteLevel  # slow to import
 
     chars = sorted(ByteLevel.alphabet())
@@ -78,7 +79,7 @@ def train(texts, vocab_size, name="tokenizer"):
 
 
 def read_texts(patterns, text_column):
-    """Yield the texts of all inputs that match `patterns`, without empty ones. Raises UserError if all are empty."""
+    """Yield the texts of the inputs that match `patterns`, except empty ones. UserError if all are empty."""
     columns = text_column.split(",")
     counts = readers.Counts()
     is_empty = True
@@ -96,7 +97,7 @@ def read_texts(patterns, text_column):
 
 
 def check_options(options):
-    """Raise one UserError listing everything that is wrong with the flags."""
+    """Raise one UserError that lists everything that is wrong with the flags."""
     complaints = []
     out = options.out
     if not options.input:
@@ -106,7 +107,7 @@ def check_options(options):
         complaints.append("--out is missing. Name the .tiktoken file to write.")
     elif not is_name or not os.access(os.path.dirname(out) or ".", os.W_OK):
         complaints.append(
-            f"--out is {out!r}, but it must be a new .tiktoken file in a folder that can be written to."
+            f"--out is {out!r}, but it must be a new .tiktoken file in a folder that you can write to."
         )
     if not 257 <= options.vocab_size <= tokenizers.MAX_VOCAB:
         complaints.append(

@@ -76,7 +76,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
     cases = [
         (tmp_path / "none", "text.jsonl", "no shards in"),
         (tmp_path, "text.jsonl", "Line 1 of"),
-        (tmp_path, "missing.jsonl", "hellaswag.py downloads HellaSwag's"),
+        (tmp_path, "missing.jsonl", "Download HellaSwag's examples with hellaswag.py"),
     ]
     for folder, name, words in cases:
         assert words in refused(contamination.main, "--data", folder, "--eval", tmp_path / name)

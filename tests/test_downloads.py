@@ -141,7 +141,7 @@ def test_configs_splits_and_revisions_are_named_when_one_is_missing(hub, tmp_pat
         "": "several configs. Choose one with --config: en, de.",
         "--config fr": "no config 'fr'. Choose one with --config: en, de.",
         "--config en --split dev": "no split 'dev'. Choose one with --split: train, test.",
-        "--revision v9": "OWNER/two: it has no such revision. Choose a commit, a branch or a tag",
+        "--revision v9": "OWNER/two: it has no such revision. Choose a commit, branch or tag",
     }
     for words, said in cases.items():
         assert said in refused(fineweb.main, *args, *words.split())
@@ -229,8 +229,8 @@ def naming(pattern):
     "files, settings, words",
     [
         ({"data/train.parquet": b"x"}, {"gated": True}, "it is gated. Accept its conditions & hf auth login"),
-        ({"data/train.parquet": b"x"}, {"private": True}, "none has that name, or it is private & hf auth login"),
-        ({"a.png": "x", "b.png": "x"}, {}, "no files that are read here, but .png & .parquet, .jsonl"),
+        ({"data/train.parquet": b"x"}, {"private": True}, "it is private or does not exist & hf auth login"),
+        ({"a.png": "x", "b.png": "x"}, {}, "no program here reads .png files & .parquet, .jsonl"),
         ({"README.md": CARD.format("["), "a.jsonl": LINE}, {}, "is not clear & --input"),
         (naming("de/b.jsonl"), {}, "is not clear & de/b.jsonl"),
         (naming("/etc/passwd"), {}, "its card names /etc/passwd, which is not in the data set"),
@@ -292,7 +292,7 @@ def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
     assert not hub.faults
 
 
-@pytest.mark.parametrize("fault, said", [("500", "500"), ("wrong", "are not those that the hub lists")])
+@pytest.mark.parametrize("fault, said", [("500", "500"), ("wrong", "bytes that the hub lists")])
 def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said):
     texts = random_texts(30)
     add_stories(hub, texts)
@@ -410,7 +410,7 @@ def test_columns_are_joined_and_objects_walked_into(tmp_path):
 def test_what_stands_for_a_file_that_git_lfs_keeps_is_not_read(tmp_path):
     path = tmp_path / "train.txt"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid", encoding="utf-8")
-    with pytest.raises(UserError, match="train.txt only says where Git LFS keeps the file.* git lfs pull"):
+    with pytest.raises(UserError, match="train.txt is only a pointer to a file in Git LFS. Run git lfs pull"):
         make(tmp_path, str(path))
 
 
@@ -441,7 +441,7 @@ def test_a_data_set_that_is_larger_than_the_disk_is_refused(hub):
     usage = types.SimpleNamespace(free=1000)
     with patched(preparation.shutil, "disk_usage", lambda folder: usage):
         line = refused(fineweb.main, "--dataset", "OWNER/stories", *BYTES)
-    assert "has 0.0 GB free. Make room, choose another --out-dir, or ask for fewer tokens" in line
+    assert "has 0.0 GB free. Make room, choose another --out-dir or, in fineweb.py, ask for less" in line
     assert not fetched(hub)
     assert not list(Path("stories").glob("*.npy"))
 
@@ -506,7 +506,7 @@ def test_a_download_is_whole_or_not_there(tmp_path, hub):
     with pytest.raises(UserError, match="IncompleteRead.* Call a friend."):
         downloads.download(url, str(path), digest, advice="Call a friend.")
     hub.lasting["GET a.bin"] = "wrong"
-    with pytest.raises(UserError, match="the 7,000 bytes that came are not those of the file. Call a friend."):
+    with pytest.raises(UserError, match="the 7,000 bytes that came are not the expected file. Call a friend."):
         downloads.download(url, str(path), digest, advice="Call a friend.")
     assert not path.exists()
     assert len(hub.asked) == 4

@@ -454,7 +454,7 @@ BAD_INPUTS = {
     "--input p.parquet": "p.parquet has no column called 'text', but id, a, content. Name the column & --text-column",
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
-    "--input a.pdf": "a.pdf is not of a type that is read here. Give files that end in .parquet",
+    "--input a.pdf": "a.pdf is not read as input. Give files that end in .parquet",
     "--input keys.json": "Its columns are data: {'data': [{'text': 'a'}]} & jq -c '.KEY[]' FILE > NEW.jsonl",
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
     # what is wrong with the input is said before what is wrong with the tokenizer
@@ -464,10 +464,10 @@ BAD_INPUTS = {
     "--input good.jsonl --out-dir foreign": "did not write",
     "--input good.jsonl --out-dir strange": "strange",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
-    "--pretokenized 100": "at most 99, the shards there are",
+    "--pretokenized 100": "at most 99: there are no more",
     "--pretokenized 1 --max-tokens 9 --shard-size 9": "leave --tokenizer, --shard-size, --max-tokens out",
-    "--input clone": "clone is a whole data set. Name the files of a clone",
-    "--input saved": "To read what save_to_disk wrote & to_parquet('train.parquet')",
+    "--input clone": "clone is a whole data set. If it is a clone, name the files",
+    "--input saved": "If save_to_disk wrote it & to_parquet('train.parquet')",
     "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",
     "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",

@@ -262,7 +262,7 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
     # a README is text only where it is asked for
     assert listed(f"{folder}/**", f"{folder}/README.md") == ["b.md", "c.rst", "README.md"]
     assert "2 of 4 files" in capsys.readouterr().out
-    for pattern, said in (("/sub/*.txt", "No file matches .*txt"), ("/d*", "d.pdf is not of a type that is read")):
+    for pattern, said in (("/sub/*.txt", "No file matches .*txt"), ("/d*", "d.pdf is not read as input")):
         with pytest.raises(UserError, match=f"{said}.*. Give files that end in .parquet, .jsonl, "):
             listed(folder + pattern)
 
@@ -271,7 +271,7 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
     "name, content, words",
     [
         # the rows between two stray quotes would be one text
-        ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Line 2 of .*a.csv is no row of CSV"),
+        ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Line 2 of .*a.csv is not a valid row of CSV"),
         ("a.csv", b"text,id,text\na,b,c", "has 2 columns called 'text'. Rename"),
         (
             "a.csv",
@@ -280,7 +280,7 @@ def test_a_note_says_what_is_left_out(tmp_path, capsys):
         ),
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*a.jsonl is not a valid JSON object: Expecting value"),
-        ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is no object with columns, but \\['a'\\]"),
+        ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not an object with columns, but \\['a'\\]"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, words, monkeypatch):
@@ -389,7 +389,7 @@ def test_a_binary_file_is_not_taken_for_text_of_windows(tmp_path, name, kind):
             writer.write_table(table)
     else:
         (tmp_path / name).write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x40\x9c")
-    with pytest.raises(UserError, match="is not text: it has a byte 0x.., which .*, and NUL bytes") as caught:
+    with pytest.raises(UserError, match="is not text: it has a byte 0x.. .*, and NUL bytes") as caught:
         make(tmp_path, tmp_path / name)
     assert "WINDOWS" not in str(caught.value)
 

@@ -249,11 +249,11 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
             "is not a conversation: message 1 needs",
         ),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer of an assistant"),
-        (json.dumps({"messages": talk("a", "b" * 64)}), "has no answer within 64 tokens, the --max-length"),
-        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "has no answer that is to be learned"),
-        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "has weight 0.5 at a message"),
-        ("3", "is no object, but 3"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer by the assistant"),
+        (json.dumps({"messages": talk("a", "b" * 64)}), "has no answer within 64 tokens (--max-length)"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "has no answer to learn"),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "has weight 0.5 in a message"),
+        ("3", "is not an object, but 3"),
     ],
 )
 def test_rows_that_are_no_conversations_are_left_out_and_refused_if_all_are(tmp_path, line, reason, capsys):
@@ -265,7 +265,7 @@ def test_rows_that_are_no_conversations_are_left_out_and_refused_if_all_are(tmp_
     assert f"note: 1 row left out. Line 102 of {tmp_path / 'chats.jsonl'} {reason}" in said
     (tmp_path / "chats.jsonl").write_text(line, encoding="utf-8")
     with pytest.raises(
-        UserError, match=f"No row can be used. Line 1 of .* {re.escape(reason)}.*These are read: messages"
+        UserError, match=f"No row can be used. Line 1 of .* {re.escape(reason)}.*A row needs messages"
     ):
         prepare(dataclasses.replace(options, out_dir=str(tmp_path / "other")))
     assert not (tmp_path / "other").exists()
@@ -437,8 +437,8 @@ def test_what_is_not_to_be_learned_is_no_target(tmp_path, name, flag, other, cap
     folder = prepare(options_for(tmp_path, input=write_chats(tmp_path / name, chats)))
     said = capsys.readouterr().out
     assert "note: 39 answers not learned, as weight or train says." in said
-    place = f"{'Row' if 'parquet' in name else 'Line'} 4 of {tmp_path / name} has a message of which only a part"
-    assert f"1 row left out. {place} is to be learned." in said
+    place = f"{'Row' if 'parquet' in name else 'Line'} 4 of {tmp_path / name} has a message with a part"
+    assert f"1 row left out. {place} that is not to be learned." in said
     assert "".join(sum(read_chats(folder).values(), [])).count("wrong") == 39
     assert "".join(learned_in(folder)) == "right<|end|>" * 39
 
@@ -469,7 +469,7 @@ def test_other_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch):
     Path("one.jsonl").write_text(json.dumps({"messages": talk("a", "b")}), encoding="utf-8")
     cases = [
         ("a.txt", "Give files that end in .jsonl"),
-        ("one.jsonl", "A single conversation is too few, as one is needed to validate on. Add more."),
+        ("one.jsonl", "One conversation is not enough: another is needed to validate on. Add more."),
         ("one.jsonl --init-from x", "leave --tokenizer out"),
         ("one.jsonl --out-dir", "--out-dir: its value is empty"),
     ]

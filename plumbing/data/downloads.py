@@ -1,4 +1,4 @@
-"""Files fetched from the hub or another server: tried twice, and whole or not there."""
+"""Downloads from the hub and other servers. Each is tried twice, and none leaves half a file."""
 
 import hashlib
 import io
@@ -18,23 +18,23 @@ from plumbing.files import atomic_write
 
 TIMEOUT = 10  # seconds without an answer
 RETRY_SECONDS = 2.0  # before the second attempt
-PATIENCE = 20  # seconds. The hub's client has already repeated what fails later than this
-OWN_FILES = "Your own files are given with --input FILES."
-# {what the hub's client raises: what it means, and what to do}
+PATIENCE = 20  # seconds. A failure that took longer is final: the hub's client has already tried again
+OWN_FILES = "For your own files, use --input FILES."
+# {exception of the hub's client: what is wrong, and what to do}
 REFUSALS = {
     "GatedRepoError": "it is gated. Accept its conditions on its page, then log in: hf auth login.",
     "HFValidationError": f"a data set's name is OWNER/NAME, as the hub shows it. {OWN_FILES}",
-    "RepositoryNotFoundError": f"none has that name, or it is private. Check it, or log in: hf auth login. {OWN_FILES}",
-    "RevisionNotFoundError": "it has no such revision. Choose a commit, a branch or a tag that the hub shows.",
+    "RepositoryNotFoundError": f"it is private or does not exist. Check it, or log in: hf auth login. {OWN_FILES}",
+    "RevisionNotFoundError": "it has no such revision. Choose a commit, branch or tag from its page.",
 }
 NO_NETWORK = (
-    "Check the network and repeat the command. Without one, use --input, or --dataset python-docs --tokenizer"
+    "Check the network and run the command again. Offline, use your own files with --input. fineweb.py also has"
 )
-NO_NETWORK += " bytes."
+NO_NETWORK += " --dataset python-docs --tokenizer bytes."
 
 
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
-    """Call `function`, which fetches `name`, and call it once more if that may help; `advice` is for the user."""
+    """Call `function` to download `name`, and once more if that may help. Its last error is shown with `advice`."""
     for attempt in (1, 2):
         begun = time.monotonic()
         try:
@@ -51,7 +51,7 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
 
 
 def has_digest(file: io.BufferedReader | io.BytesIO, digest: str) -> bool:
-    """Whether an open file has this digest, sha256 or git's sha1. Without one ("") it may be any file."""
+    """Whether an open file has this digest: sha256, or git's sha1. An empty digest fits any file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     begun = hashlib.sha1(b"blob %d\0" % size) if len(digest) == 40 else hashlib.sha256()
@@ -64,7 +64,7 @@ def file_has_digest(path: str, digest: str) -> bool:
 
 
 def fetch(source: Source, folder: str) -> str:
-    """The path of a source's file on this machine: its own, one in the hub's cache, or one fetched into `folder`."""
+    """The local path of a source: the user's own file, one in the hub's cache, or one downloaded to `folder`."""
     if source.path or not source.repo:
         return source.path
     import huggingface_hub
@@ -75,13 +75,13 @@ def fetch(source: Source, folder: str) -> str:
             return path
 
     def load():
-        # without a network this fails at once; hf_hub_download repeats the same request for 23 seconds
+        # offline, this fails at once; hf_hub_download would repeat the same request for 23 seconds
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(**file), timeout=TIMEOUT)
         path = huggingface_hub.hf_hub_download(**file, local_dir=folder)
         if file_has_digest(path, source.digest):
             return path
         os.remove(path)
-        raise ConnectionError(f"its {source.size:,} bytes are not those that the hub lists")
+        raise ConnectionError(f"the download differs from the {source.size:,} bytes that the hub lists")
 
     return retry(f"{source.name} of {source.repo}", NO_NETWORK, load)
 
@@ -89,9 +89,9 @@ def fetch(source: Source, folder: str) -> str:
 def fetch_all(
     sources: Sequence[Source], folder: str, *, first: int, ahead: bool
 ) -> Iterator[tuple[int, Source]]:
-    """Yield (number, source with its file's path) from number `first` on; files of the hub come into `folder`.
+    """Yield (number, source with its file's path) from number `first` on. Files on the hub are downloaded to `folder`.
 
-    ahead: whether one file is fetched while the file before it is read.
+    ahead: download the next file while this one is read.
     """
     coming = None
     for number in range(first, len(sources)):
@@ -103,13 +103,13 @@ def fetch_all(
 
 
 def in_background(function: Callable[..., Any], *args: Any) -> Future:
-    """Call a function in a thread. An executor's thread would make an exit wait for a download; this one does not."""
+    """Call a function in a daemon thread. An executor's thread would make an exit wait for the download."""
     coming = Future()
 
     def run():
         try:
             coming.set_result(function(*args))
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # raised in the thread that waits
             coming.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -117,20 +117,20 @@ def in_background(function: Callable[..., Any], *args: Any) -> Future:
 
 
 def remove_fetched(sources: Sequence[Source], folder: str) -> None:
-    """Remove the fetched files of these sources, which will not be read again. The user's own files stay."""
+    """Remove downloads that are no longer needed. The user's own files stay."""
     for source in sources:
         if not source.path:
             Path(folder, source.name).unlink(missing_ok=True)
 
 
 def download(url: str, path: str, digest: str, *, advice: str) -> None:
-    """Download `url` to `path`, only if it has this digest; `advice` is for the user if that fails."""
+    """Download `url` to `path` if the content has this digest. An error is shown with `advice`."""
 
     def load():
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             content = response.read()
         if not has_digest(io.BytesIO(content), digest):
-            raise ConnectionError(f"the {len(content):,} bytes that came are not those of the file")
+            raise ConnectionError(f"the {len(content):,} bytes that came are not the expected file")
         return content
 
     content = retry(url, advice, load)

@@ -1,7 +1,7 @@
-"""Which files a split of a data set of the hub has.
+"""Find the files of a split of a data set on the hub.
 
-The library `datasets` knows how a data set's card and its files' names say so. The hub is asked once, and the commit
-that it has then is kept.
+The library `datasets` decides by the data set's card and its file names. The hub is asked once, and later starts use
+the same commit.
 """
 
 import collections
@@ -25,12 +25,12 @@ from plumbing.data.inputs import (
     supported_files,
 )
 
-# texts that many data sets have beside the data; two of them would outnumber one table
+# texts about the data, in many data sets; two of them would outnumber a single table
 ABOUT_DATA = re.compile(
     r"(?i)(^|/)(licen[cs]e|notice|readme|requirements|changelog|citation|authors)\b[^/]*\.txt$"
 )
 ALIASES = {"fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}  # {--dataset: (name on the hub, config)}
-CONVERTED = "refs/convert/parquet"  # the branch in which the hub keeps its own copy of many data sets
+CONVERTED = "refs/convert/parquet"  # the branch with the hub's own Parquet copy of many data sets
 
 
 class Files(NamedTuple):
@@ -44,7 +44,7 @@ class Files(NamedTuple):
 
 
 def find_files(options: Any, types: Sequence[str] = tuple(TYPES)) -> Files:
-    """The files that the options of a script name, by those called input, dataset, config, split and revision."""
+    """Find the files that a script's options name: input, or dataset, config, split and revision."""
     if options.input:
         return Files("input", list_inputs(options.input, types))
     if options.dataset == "python-docs":
@@ -61,14 +61,14 @@ def find_files(options: Any, types: Sequence[str] = tuple(TYPES)) -> Files:
         sources = choose_files(repo, root, files, configs=configs, config=config, split=options.split)
     except UserError:
         raise
-    except Exception as error:  # of many kinds, YAML's among them
+    except Exception as error:  # of many kinds, such as YAML's
         raise unclear(repo, console.plain(console.first_line(error))) from None
     name = repo if dataset == options.dataset else options.dataset
     return Files(name, sources, commit=commit, config=config, split=options.split)
 
 
 def list_hub(dataset: str, revision: str) -> tuple[str, str, dict[str, Source]]:
-    """(full name, commit, {address: Source}) of the files of a data set."""
+    """List a data set's files: (its full name, commit, {address: Source})."""
     import huggingface_hub  # slow to import
 
     hooks = huggingface_hub.get_session().event_hooks["request"]
@@ -76,7 +76,7 @@ def list_hub(dataset: str, revision: str) -> tuple[str, str, dict[str, Source]]:
         hooks.append(set_timeout)
     info: Any = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None)
     root = f"datasets/{info.id}@{info.sha}"
-    # subtle: `datasets` gets the same object, which remembers the list
+    # subtle: fsspec gives `datasets` the same object, so this listing is cached for it
     tree: Any = huggingface_hub.HfFileSystem().find(root, detail=True)
     files = {}
     for path, entry in tree.items():
@@ -87,17 +87,17 @@ def list_hub(dataset: str, revision: str) -> tuple[str, str, dict[str, Source]]:
 
 
 def set_timeout(request: Any) -> None:
-    """A hook of the hub's client, which would wait forever for a list of files."""
+    """Limit the time of a request of the hub's client. It would wait forever for a list of files."""
     request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), downloads.TIMEOUT)
 
 
 def read_configs(root: str, files: Mapping[str, Source], revision: str) -> dict[str, Any]:
-    """{config: its entry in the card of the data set at `root`, which says which files it has}; {} without a card."""
+    """{config: its entry in the data set's card, which may name its files}; {} without a card."""
     import huggingface_hub
 
     card = files.get(f"{root}/README.md")
     configs = {}
-    if revision == CONVERTED:  # which has no card: its files are CONFIG/SPLIT/0000.parquet
+    if revision == CONVERTED:  # no card: its files are CONFIG/SPLIT/0000.parquet
         folders = {os.path.dirname(source.name) for source in files.values()}
         for folder in sorted(folder for folder in folders if folder.count("/") == 1):
             config, split = folder.split("/")
@@ -111,7 +111,7 @@ def read_configs(root: str, files: Mapping[str, Source], revision: str) -> dict[
 
 
 def choose_config(repo: str, configs: Mapping[str, Any], config: str) -> str:
-    """The config that was asked for, or the default one. UserError if there is none of that name, or no default."""
+    """The named config or, without a name, the default one. UserError if there is none."""
     from datasets import utils  # slow to import
 
     if not configs:
@@ -125,10 +125,10 @@ def choose_config(repo: str, configs: Mapping[str, Any], config: str) -> str:
 def choose_files(
     repo: str, root: str, files: Mapping[str, Source], *, configs: Mapping[str, Any], config: str, split: str
 ) -> list[Source]:
-    """A split's files of a data set at `root`, by the rules of `datasets`."""
+    """The files of a split of the data set at `root`, by the rules of `datasets`."""
     from datasets import data_files  # slow to import
 
-    # its builder would look for the files of every config, and there may be thousands
+    # the builder of `datasets` would look for the files of every config, and there may be thousands
     entry = configs.get(config, {})
     base = "/".join(filter(None, (root, entry.get("data_dir"))))
     named = entry.get("data_files")
@@ -138,13 +138,13 @@ def choose_files(
     if elsewhere := {*splits[split]} - {*files}:
         raise unclear(repo, f"its card names {console.plain(min(elsewhere))}, which is not in the data set")
     sources = [files[path] for path in splits[split] if is_data(files[path].name)]
-    # those of the most common type, as `datasets` does; of two that are as common, the first one of TYPES
+    # keep the most common type, as `datasets` does; in a tie, the first in TYPES
     counts = collections.Counter(file_type(source.name) for source in sources)
     main = max(TYPES, key=counts.__getitem__)
     chosen = [source for source in sources if file_type(source.name) == main]
     if not chosen:
         endings = sorted({suffix_of(files[path].name) for path in splits[split]} - {""})
-        raise unclear(repo, f"it has no files that are read here, but {', '.join(endings[:5]) or 'none'}")
+        raise unclear(repo, f"no program here reads {', '.join(endings[:5]) or 'its'} files")
     used = {source.name for source in chosen}
     for name, paths in splits.items():
         if name != split:
@@ -157,7 +157,7 @@ def choose_files(
 
 
 def is_data(name: str) -> bool:
-    """Whether a file may hold documents of someone else's data set: Markdown and source code do not."""
+    """Whether a file of someone else's data set may hold documents. Markdown and source code do not count."""
     if NO_DATA.search(name) or ABOUT_DATA.search(name):
         return False
     return file_type(name) not in ("", ".txt") or suffix_of(name) == ".txt"
@@ -174,16 +174,16 @@ def check_choice(repo: str, noun: str, value: str, *, known: Sequence[str]) -> N
 
 
 def unclear(repo: str, reason: str) -> UserError:
-    """The error for a data set whose files `datasets` cannot tell, or whose files are not read here."""
+    """The error for a data set if `datasets` can't tell which files to use, or no program here reads them."""
     return UserError(
-        f"It is not clear which files of {repo} hold its texts: {reason}. Fetch those that you want, and give them "
-        f"with --input: {supported_files()}. If there is only a script, the hub may have converted the data set: read "
-        f"that copy with --revision {CONVERTED}."
+        f"It is not clear which files of {repo} hold its texts: {reason}. Download the files you want, and name them "
+        f"with --input: {supported_files()}. If the data set is only a script, the hub may have a converted copy: add "
+        f"--revision {CONVERTED}."
     )
 
 
 def recorded_files(meta: Any, options: Any) -> Files | None:
-    """The files in the meta.json of an earlier run, if `options` ask for the same: then the hub is not asked."""
+    """The files recorded in meta.json if `options` ask for the same data. Then the hub need not be asked again."""
     if options.input or not meta.asked or options.split != meta.made_from["split"]:
         return None
     if any(getattr(options, key) != value for key, value in meta.asked.items()):

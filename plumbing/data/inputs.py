@@ -1,4 +1,4 @@
-"""The files of a data set, and which of a person's own files are one."""
+"""Input files: their types, and which ones a path, a folder or a glob names."""
 
 import glob
 import hashlib
@@ -12,10 +12,10 @@ from plumbing.cli import console
 from plumbing.cli.console import UserError
 from plumbing.files import named_errors, open_regular
 
-# never input: files beside shards, and those that describe a data set
+# never input: files that come with shards or describe a data set
 NO_DATA = re.compile(r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state|config)\.json)$")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-# {how a file is read: the endings of such files}; HTML and source code are text as they are
+# {type: the endings of its files}; HTML and source code are read as plain text
 TYPES = {
     ".parquet": ".parquet",
     ".jsonl": ".jsonl .json .ndjson",
@@ -28,10 +28,10 @@ TYPES = {
 class Source(NamedTuple):
     """A file to read."""
 
-    name: str  # its path, on this machine or in a data set of the hub
+    name: str  # its path on this machine, or in a data set on the hub
     size: int = 0  # bytes; 0 if unknown
-    digest: str = ""  # of a local file a hash of its start, of one on the hub the hash that the hub lists
-    path: str = ""  # on this machine; `downloads.fetch_all` fills it in for those of the hub
+    digest: str = ""  # for a local file, a hash of its first 4 KB; on the hub, the hash that the hub lists
+    path: str = ""  # on this machine; for a file on the hub, `downloads.fetch_all` fills it in
     repo: str = ""  # on the hub: the data set
     commit: str = ""
 
@@ -41,18 +41,18 @@ class Source(NamedTuple):
 
 
 def check_names(repo: str, sources: Sequence[Source]) -> None:
-    """UserError if a file of a data set of the hub would be written outside of the folder of its downloads."""
+    """UserError if a data set on the hub has a file name that leads out of the download folder."""
     for source in sources:
         path = PureWindowsPath(source.name)  # knows both kinds of slashes, and drives
         if path.anchor or ".." in path.parts or "\0" in source.name:
             raise UserError(
-                f"{repo} lists a file {console.plain(source.name)!r}, which would be written outside of its folder. Do "
-                "not use this data set, and tell the hub."
+                f"{repo} lists a file {console.plain(source.name)!r}, which would be written outside of its folder. "
+                "Don't use this data set, and report it to the hub."
             )
 
 
 def file_type(name: str) -> str:
-    """The key of TYPES for a file's name, "" if there is none: "a/b.json.gz" -> ".jsonl"."""
+    """The type of a file by its name, a key of TYPES, or "": "a/b.json.gz" -> ".jsonl"."""
     ending = suffix_of(name)
     for kind, endings in TYPES.items():
         if ending and ending in endings.split():
@@ -61,7 +61,7 @@ def file_type(name: str) -> str:
 
 
 def suffix_of(name: str) -> str:
-    """The ending of a file's name, without that of its compression: "a/B.TXT.gz" -> ".txt"."""
+    """The ending of a file name before any .gz or .zst, in lower case: "a/B.TXT.gz" -> ".txt"."""
     stem, suffix = os.path.splitext(str(name).lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 
@@ -84,12 +84,12 @@ def list_inputs(patterns: Sequence[str], types: Sequence[str] = tuple(TYPES)) ->
 
 
 def list_names(pattern: str, types: Sequence[str]) -> list[str]:
-    """The paths of the files of these types that a path or a glob names; a README.md only by its own path."""
+    """The files of these types that a path or a glob matches. A README.md must be named by its own path."""
     is_folder = os.path.isdir(pattern)
     if is_folder and is_data_set(pattern):
         raise UserError(
-            f"{pattern} is a whole data set. Name the files of a clone that you want, as with --input "
-            f"'{pattern}/data/train-*.parquet'. To read what save_to_disk wrote, make a file of it with Python's "
+            f"{pattern} is a whole data set. If it is a clone, name the files you want, such as --input "
+            f"'{pattern}/data/train-*.parquet'. If save_to_disk wrote it, first convert it in Python: "
             f"datasets.load_from_disk('{pattern}/train').to_parquet('train.parquet')."
         )
     names = [pattern]
@@ -100,10 +100,10 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
     kept = [name for name in kept if name == pattern or os.path.basename(name).lower() != "readme.md"]
     left_out = sorted(set(names) - set(kept))
     if not kept:
-        wrong = f"{left_out[-1]} is not of a type that is read here" if names else f"No file matches {pattern}"
+        wrong = f"{left_out[-1]} is not read as input" if names else f"No file matches {pattern}"
         raise UserError(
-            f"{wrong}. Give {supported_files(types)}. A data set of the hub is for fineweb.py and smoltalk.py: "
-            "--dataset OWNER/NAME. Fetch a file on another server first: curl -LO ADDRESS."
+            f"{wrong}. Give {supported_files(types)}. For a data set on the hub, use --dataset OWNER/NAME (in "
+            "fineweb.py and smoltalk.py). Download other files first: curl -LO ADDRESS."
         )
     if left_out:
         console.note(f"{len(left_out)} of {len(names)} files in {pattern} are left out, such as {left_out[0]}.")
@@ -115,7 +115,7 @@ def is_input(name: str, types: Sequence[str]) -> bool:
 
 
 def is_data_set(folder: str) -> bool:
-    """Whether a folder is a clone of a data set, whose README.md begins with a header, or save_to_disk wrote it."""
+    """Whether a folder is a clone of a data set (its README.md begins with a header), or written by save_to_disk."""
     there = set(os.listdir(folder))
     if there & {"dataset_dict.json", "state.json"}:
         return True
@@ -124,10 +124,10 @@ def is_data_set(folder: str) -> bool:
 
 
 def local_source(name: str) -> Source:
-    """A local file with a hash of its first bytes."""
+    """The Source of a local file."""
     with named_errors(name), open_regular(name) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(4096)
     if start.startswith(b"version https://git-lfs.github.com/spec/"):
-        raise UserError(f"{name} only says where Git LFS keeps the file. Fetch it: git lfs pull, in that clone.")
+        raise UserError(f"{name} is only a pointer to a file in Git LFS. Run git lfs pull in that clone.")
     return Source(name, size, hashlib.sha256(start).hexdigest()[:16], path=name)

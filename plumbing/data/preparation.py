@@ -1,11 +1,11 @@
-"""From the files of a data set to token shards: rows, what a script makes of each, two splits, shards and meta.json.
+"""Turn the files of a data set into token shards: read and tokenize rows, split them, write shards and meta.json.
 
-A script's Renderer says what becomes of a row; everything else is the same for documents and conversations. Here a
-piece of a long text is a row, like a whole document. A shard holds whole rows, so a position in the input is the number
-of a file and the number of a row in it, and these two numbers decide whether the row is for validation.
+Each script has a Renderer that turns a row into tokens. Everything else is the same for documents and conversations. A
+row is a whole document, or a piece of a long text. A shard holds whole rows, so a position in the input is two numbers:
+that of the file, and that of the row in it. They also decide whether the row is for validation.
 
-After each run of rows, meta.json records where the next one begins. So the same command continues after a kill, and
-writes the same bytes on any number of cores.
+After each run of rows, meta.json records where the next one begins. If the command is killed, the same command
+continues from there, and on any number of cores it writes the same bytes.
 """
 
 import collections
@@ -40,9 +40,9 @@ from plumbing.data.shards import Meta, read_meta
 from plumbing.files import atomic_write, lock_folder, remove_folder
 from plumbing.system.limits import num_cores
 
-BATCH_BYTES = 2**19  # of text, given to a core at a time: 0.04 s of work, so that the overhead is negligible
+BATCH_BYTES = 2**19  # of text per task of a core: 0.04 s of work, so that the overhead is negligible
 QUEUE_BYTES = 2**26  # of text in the queue: enough to keep all cores busy while a shard is written
-MAX_THREADS = 32  # the one thread that reads keeps fewer busy; each has its own copy of the tokenizer, 4 MB
+MAX_THREADS = 32  # more than the reading thread keeps busy; each has its own copy of the tokenizer, 4 MB
 VALIDATE_EVERY = 11  # one row in 11 is for validation, fewer in a large text
 # flags that do not change the tokens, or are recorded under another name
 UNRECORDED = ("input", "dataset", "tokenizer", "out_dir", "num_proc", "pretokenized", "init_from")
@@ -50,7 +50,7 @@ UNRECORDED = ("input", "dataset", "tokenizer", "out_dir", "num_proc", "pretokeni
 
 class Tokens(NamedTuple):
     ids: np.ndarray  # (n,) of uint16
-    mask: np.ndarray | None = None  # (n,) of uint8; None where all tokens are targets
+    mask: np.ndarray | None = None  # (n,) of uint8; None if all tokens are targets
 
 
 class Place(NamedTuple):
@@ -61,12 +61,12 @@ class Place(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a Renderer reads of a row."""
+    """The part of a row that a Renderer reads."""
 
-    value: Any  # what `encode` takes, or Unusable
+    value: Any  # for `encode`; or Unusable
     size: int  # bytes
     counts: Mapping[str, int] = {}  # what happened in it: {"message to and from tools left out": 2}
-    unread: Collection[str] = ()  # its keys that hold something and are not read
+    unread: Collection[str] = ()  # keys that have a value and are not read
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Entry:
 
 
 class End(NamedTuple):
-    """Where a run of rows ends, and what happened up to there: an entry of meta.json's `ends`."""
+    """Where a run of rows ends, and counts up to there: an entry in meta.json's `ends`."""
 
     file: int = 0  # the place of the next row
     row: int = 0
@@ -93,9 +93,9 @@ class End(NamedTuple):
 
 
 class Renderer:
-    """What a script makes of rows: `read` runs where the files are read, `encode` in the threads that tokenize."""
+    """Turns rows into tokens. `read` runs in the thread that reads files, `encode` in the threads that tokenize."""
 
-    columns: Sequence[str] = ()  # read of a table
+    columns: Sequence[str] = ()  # of a table, to read
     needed: Sequence[str] = ()  # columns that the first file must have
     separator = ""  # between the documents of a text file
     prefix = ""  # of the shards' names; by default the folder's name
@@ -109,32 +109,33 @@ class Renderer:
     def encode(
         self, enc: tiktoken.Encoding, values: list[Any]
     ) -> list[tuple[Tokens | Unusable, dict[str, int]]]:
-        """(tokens, counts) of each value that `read` returned."""
+        """(tokens, counts) for each value that `read` returned."""
         raise NotImplementedError
 
     def arrange(self, tokens: Tokens) -> Tokens:
-        """The tokens of a shard in the order in which they are written."""
+        """The tokens of a shard, in the order to write them."""
         return tokens
 
 
-# ----- What a command makes -----------------------------------------------------------------------------
+# ----- The shards to make -------------------------------------------------------------------------------
 
 
 def data_set_complaints(options: DataOptions) -> list[str]:
-    """What is wrong with the flags that name a data set."""
+    """Complaints about the flags that name a data set."""
     names = ("dataset", "config", "split", "revision")
     changed = [name for name in names if getattr(options, name) != getattr(type(options), name)]
     if options.input and changed:
-        return [f"--input is a data set of its own: leave {' and '.join(f'--{name}' for name in changed)} out."]
+        return [f"--input reads your own files, so leave {' and '.join(f'--{name}' for name in changed)} out."]
     return []
 
 
 def plan(
     options: DataOptions, *, types: Sequence[str] = tuple(inputs.TYPES), default: str = ""
 ) -> tuple[str, list[Source], Meta]:
-    """(folder, files, Meta at first) of the shards that a script's options describe.
+    """(folder, files, initial Meta) for the shards that a script's options describe.
 
-    default: the folder, if it is not named after the data set. The hub is asked once for the files of a folder.
+    default: the default of --out-dir, if the folder is not named after the data set. For each folder, the hub is asked
+    for its files only once.
     """
     if options.input:
         files = hub.find_files(options, types)
@@ -161,15 +162,15 @@ def plan(
 
 
 def existing_meta(folder: str, new: Meta) -> Meta:
-    """The meta.json of `folder` if it continues `new`, else `new` itself; UserError if it is of a different data set.
+    """The Meta of a folder that has shards of the same data, else `new`. UserError if its shards are of other data.
 
-    Files that were not read to their end may have been fixed, but not at their beginning.
+    A file that was not read to its end may have been fixed since, but not at its beginning.
     """
     old = read_meta(folder)
     has_shards = shards.has_shards(folder)
     if "sources" not in old.made_from and (has_shards or Path(folder, "meta.json").exists()):
         raise UserError(
-            f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another folder."
+            f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another --out-dir."
         )
     if not (old.shards or has_shards):
         return new
@@ -183,14 +184,14 @@ def existing_meta(folder: str, new: Meta) -> Meta:
         if before.get(key, "") != now.get(key, ""):
             shown = [console.plain(repr(record.get(key, ""))) for record in (before, now)]
             raise UserError(
-                f"{folder} has shards of other data: {key} was {shown[0]} and is now {shown[1]}. Move it away, or make"
-                " the new ones elsewhere."
+                f"{folder} has shards of other data: {key} was {shown[0]} and is now {shown[1]}. Move it away, or"
+                " choose another --out-dir."
             )
-    return dataclasses.replace(old, made_from=new.made_from)  # with the present sizes of fixed files
+    return dataclasses.replace(old, made_from=new.made_from)  # with the new sizes of fixed files
 
 
 def recorded_input(meta: Meta, num_read: int) -> dict[str, Any]:
-    """What fixes the tokens of shards: settings and files; the size only of the `num_read` files that were read."""
+    """The settings and files that determine the tokens of shards. Sizes count only for the first `num_read` files."""
     record = {"dataset": meta.dataset, "tokenizer": meta.tokenizer} | meta.made_from
     for number, (name, size, digest) in enumerate(record.pop("sources")):
         key = f"file {number + 1} of the input (name, bytes, hash)"
@@ -207,16 +208,16 @@ def make_shards(
     sources: list[Source],
     options: DataOptions,
 ) -> Meta:
-    """Make the shards of `new` in a folder, or those that are missing. Returns what meta.json says of them all."""
+    """Make the shards that `new` describes, or the missing ones, in `folder`. Returns its Meta."""
     if enc.n_vocab > 2**16:
         raise UserError(
-            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards can hold 65,536. Use a smaller one."
+            f"Tokenizer {enc.name} has {enc.n_vocab:,} ids, but shards hold at most 65,536. Use a smaller one."
         )
     new = dataclasses.replace(new, tokenizer=enc.name, vocab_size=enc.n_vocab, masks=renderer.masks)
     meta = existing_meta(folder, new)
     if not is_complete(folder, meta):  # several processes may use complete shards at once
         with lock_folder(folder):
-            meta = existing_meta(folder, new)  # another process may have worked on it until now
+            meta = existing_meta(folder, new)  # another process may have finished it just now
             if not is_complete(folder, meta):
                 write_shards(folder, meta, renderer, enc=enc, sources=sources, options=options)
                 return meta
@@ -233,18 +234,18 @@ def write_shards(
     sources: list[Source],
     options: DataOptions,
 ) -> None:
-    """Write the shards behind those that are there."""
+    """Write the shards that are still missing."""
     end = keep_whole(folder, meta)
     meta.documents = end.documents
     progress = Progress(end, meta.left_out)
     most = meta.made_from.get("max_tokens", 0)
     if sources[0].repo:
         sizes = [source.size for source in sources]
-        # a shard has about as many bytes as its files, which are compressed
+        # shards of whole files take about as many bytes as the files, which are compressed
         shard_bytes = 2 * (most - meta.tokens) if most else sum(sizes)
         # three files may be on disk: one is finished, one is being read, one is being downloaded
         check_disk_space(folder, shard_bytes + 3 * max(sizes))
-        save(folder, meta)  # so that the files that are on disk can be found again without a network
+        save(folder, meta)  # so that downloaded files can be found again offline
     download_folder = os.path.join(folder, ".download")
     # with a limit, the next file may not be needed
     files = downloads.fetch_all(sources, download_folder, first=end.file, ahead=not most)
@@ -266,7 +267,7 @@ def write_shards(
                 last_shard = list(meta.shards)[-1]
                 meta.ends[last_shard] = progress.end(place, documents=meta.documents)._asdict()
                 save(folder, meta)
-                # a file whose rows are not all in shards will be read again
+                # a file stays until all its rows are in shards: after a kill, it is read again
                 downloads.remove_fetched(sources[: place.file], download_folder)
     remove_folder(download_folder)  # before the end is recorded: complete folders are not looked at again
     finish(folder, meta, renderer.noun)
@@ -274,12 +275,12 @@ def write_shards(
 
 
 def check_disk_space(folder: str, size: int) -> None:
-    """Raise UserError if the disk that `folder` is on has less than `size` bytes free."""
+    """Raise UserError if the disk of `folder` has less than `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise UserError(
             f"The shards need {size / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free. Make room, "
-            "choose another --out-dir, or ask for fewer tokens with --max-tokens or --pretokenized."
+            "choose another --out-dir or, in fineweb.py, ask for less with --max-tokens or --pretokenized."
         )
 
 
@@ -287,10 +288,10 @@ def check_disk_space(folder: str, size: int) -> None:
 
 
 class Progress:
-    """What happened to the rows of the input so far, and a hash of those of the present file."""
+    """Counts of what happened to the rows so far, and a hash of those in the current file."""
 
     def __init__(self, end: End, sentences: Sequence[str]):
-        num_left_out = end.counts.get(Counts.LEFT_OUT, 0)  # the sentences about later rows come again
+        num_left_out = end.counts.get(Counts.LEFT_OUT, 0)  # later rows are read again, and add theirs
         self.counts = Counts(end.counts, end.unread, sentences[:num_left_out])
         self.file = end.file
         self.hash = end.hash
@@ -315,7 +316,7 @@ class Progress:
 
 
 def hash_of(value: Any) -> int:
-    """A hash of what was read of a row: a text, or anything else that JSON can hold."""
+    """A hash of the content of a row: a text, or any other JSON value."""
     if not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False)
     return zlib.crc32(value.encode("utf-8", "surrogatepass"))
@@ -328,7 +329,7 @@ def add_hash(total: int, row_hash: int) -> int:
 def read_batches(
     renderer: Renderer, files: Iterable[tuple[int, Source]], end: End
 ) -> Iterator[tuple[list[Entry], int]]:
-    """Yield (entries, bytes) for the rows of (number, source) in `files` behind an end."""
+    """Yield (entries, bytes) for the rows after `end`. files: (number, source) of each file."""
     for number, source in files:
         entries = read_entries(renderer, number, source)
         if number == end.file and end.row:
@@ -357,16 +358,16 @@ def read_entries(renderer: Renderer, number: int, source: Source) -> Iterator[En
 
 
 def skip_rows(entries: Iterator[Entry], end: End, name: str) -> Iterator[Entry]:
-    """The entries of a file behind its rows that are in shards; UserError if these are no longer the same."""
+    """The entries of a file after the rows that are in shards. UserError if those rows have changed."""
     num_rows = 0
     total = 0
     for entry in itertools.islice(entries, end.row):
         num_rows += 1
         total = add_hash(total, entry_hash(entry))
-    following = next(entries, None)  # there was one
+    following = next(entries, None)  # there was one before
     if total == end.hash and following:
         return itertools.chain([following], entries)
-    found = "these rows are no longer the same" if following else f"it has only {num_rows:,} rows now"
+    found = "they are different now" if following else f"it has only {num_rows:,} rows now"
     raise UserError(
         f"{name} has changed: its first {end.row:,} rows are in the shards, but {found}. Restore the file, or make the"
         " shards again in another folder."
@@ -387,14 +388,14 @@ def encode_all(
 ) -> Generator[list[Entry], None, None]:
     """Yield the batches in order, tokenized in `num_threads` threads.
 
-    This thread reads. tiktoken releases Python's lock, so the other threads run meanwhile.
+    This thread reads the files. tiktoken releases the GIL, so the others tokenize at the same time.
     """
     worker = threading.local()
     failures = []
 
     def encode(batch: list[Entry]) -> list[Entry]:
         if not hasattr(worker, "enc"):
-            # subtle: each thread gets a copy, as sharing one costs a tenth more CPU time
+            # subtle: each thread gets a copy, because sharing one costs a tenth more CPU time
             worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
         values = [entry.content.value for entry in batch if not isinstance(entry.content.value, Unusable)]
         results = iter(renderer.encode(worker.enc, values))
@@ -409,7 +410,7 @@ def encode_all(
     def until_failure():
         try:
             yield from batches
-        except (UserError, OSError) as error:  # of a file: the rows before it go into the shards
+        except (UserError, OSError) as error:  # in a file: the rows before it still go into shards
             failures.append(error)
 
     executor = ThreadPoolExecutor(num_threads)
@@ -435,9 +436,9 @@ def encode_all(
 def usable(
     encoded: Iterable[list[Entry]], progress: Progress, names: Sequence[str], *, most: int, bar: tqdm
 ) -> Iterator[tuple[Place, Tokens]]:
-    """The usable rows, until there are `most` tokens (0: no limit), shown on a bar.
+    """Yield the usable rows until there are `most` tokens (0: no limit), and advance the bar.
 
-    `progress` is of all rows before the one that is yielded.
+    When a row is yielded, `progress` covers all rows before it.
     """
     num_tokens = bar.n
     for entry in itertools.chain.from_iterable(encoded):
@@ -456,20 +457,20 @@ def usable(
             return
 
 
-# ----- Two splits, and shards ---------------------------------------------------------------------------
+# ----- Splits and shards --------------------------------------------------------------------------------
 
 
 def is_validation(place: Place, every: int) -> bool:
     """Whether a row is for validation. One in `every` is, at a pseudorandom place among the first eleven of them.
 
-    The numbers of the file and of the row are added, so that files of one row each are sampled as well.
+    The file's number and the row's number are added, so that files with a single row are sampled as well.
     """
     group, number = divmod(place.file + place.row, every)
     return number == zlib.crc32(b"%d" % group) % VALIDATE_EVERY
 
 
 class Part:
-    """The rows of a run that are for one split."""
+    """The rows for one split in a run of rows."""
 
     def __init__(self):
         self.ids = bytearray()  # of uint16
@@ -488,11 +489,11 @@ class Part:
 def cut(
     rows: Iterable[tuple[Place, Tokens]], size: int, *, every: int, is_first: bool
 ) -> Iterator[tuple[dict[str, Tokens], Place | None]]:
-    """Cut rows into runs with at most `size` tokens in a split. Only a longer row makes a longer run.
+    """Cut rows into runs of at most `size` tokens per split. Only a single longer row makes a longer run.
 
-    Yields ({split: tokens}, the place where the next run begins, None after the last).
-    every: as in `is_validation`; with 0, the first run is for validation and no other one. Rows of 3, 5 and 1 tokens in
-    runs of 4: aaa | bbbbb | c
+    Yields ({split: tokens}, the place where the next run begins, or None after the last).
+    every: as in `is_validation`; 0: the first run is for validation, the rest for training. With a size of 4, rows of
+    3, 5 and 1 tokens become aaa | bbbbb | c
     """
     parts = {"val": Part(), "train": Part()}
     for place, tokens in rows:
@@ -508,9 +509,9 @@ def cut(
 
 
 def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, *, counts: Counts) -> dict[str, Tokens]:
-    """Two splits of the last rows of an input whose rows were all for one: about a tenth is for the other one.
+    """Split the last rows if all rows of the input were for one split: about a tenth goes to the other one.
 
-    A single document is cut, a single conversation refused, and so is an input without a text.
+    A single document is cut in two. A single conversation is a UserError, and so is an input without any text.
     """
     whole = max(parts.values(), key=lambda tokens: len(tokens.ids))
     if not len(whole.ids):
@@ -520,7 +521,7 @@ def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, *, counts: Co
     tenth = math.ceil(len(whole.ids) / 10)
     starts = np.flatnonzero(whole.ids == eot)[1:]
     if not len(starts) and renderer.masks:
-        raise UserError(f"A single {renderer.noun} is too few, as one is needed to validate on. Add more.")
+        raise UserError(f"One {renderer.noun} is not enough: another is needed to validate on. Add more.")
     middle = int(min(starts, key=lambda start: abs(start - tenth), default=tenth))
     halves = [slice_of(whole, slice(None, middle)), slice_of(whole, slice(middle, None))]
     val, train = sorted(halves, key=lambda tokens: len(tokens.ids))
@@ -537,15 +538,15 @@ def slice_of(tokens: Tokens, part: slice) -> Tokens:
 def write(
     folder: str, meta: Meta, parts: dict[str, Tokens], *, renderer: Renderer, enc: tiktoken.Encoding
 ) -> None:
-    """Write a shard of each split that has tokens, and before the first ones the tokenizer and meta.json.
+    """Write a shard for each split that has tokens. Before the first ones, write the tokenizer and meta.json.
 
-    Only meta.json makes them shards: if this is killed before it is saved, they are written again.
+    A shard counts when meta.json lists it. After a kill before that, it is written again.
     """
     if not meta.shards:
         tokenizers.save_for_folder(enc, folder)
         save(folder, meta)
     prefix = renderer.prefix or re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(os.path.abspath(folder)))
-    for file in meta.shards:  # the folder may have had another name when they were begun
+    for file in meta.shards:  # the folder may have been renamed since the first one
         prefix = file.rsplit("_", 2)[0]
     first_numbers = {"val": 0, "train": 1}
     for split, tokens in parts.items():
@@ -555,21 +556,21 @@ def write(
         arranged = renderer.arrange(tokens)
         number = first_numbers[split] + len(meta.lengths(split))
         path = Path(folder, f"{prefix}_{split}_{number:06d}.npy")
-        if arranged.mask is not None:  # first: without a mask, every token would count as a target
+        if arranged.mask is not None:  # before the shard: without a mask, all its tokens would be targets
             write_array(path.with_suffix(".mask"), arranged.mask)
         write_array(path, arranged.ids)
         meta.shards[path.name] = len(arranged.ids)
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Write an array as np.save does, which would hide why a write failed."""
+    """Write an array in np.save's format. np.save itself would hide why a write failed."""
     with atomic_write(path) as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         file.write(array.data)
 
 
 def is_whole(folder: str, meta: Meta, file: str) -> bool:
-    """Whether a shard, and its mask, can be read and have as many entries as meta.json says."""
+    """Whether a shard and its mask can be read, and are as long as meta.json says."""
     path = Path(folder, file)
     length = meta.shards.get(file, -1)
     try:
@@ -607,7 +608,7 @@ def save(folder: str, meta: Meta) -> None:
 
 
 def finish(folder: str, meta: Meta, noun: str) -> None:
-    """Record that the shards are complete, and print what they hold."""
+    """Record that the shards are complete, and print a summary."""
     meta.complete = True
     save(folder, meta)
     train = sum(meta.lengths("train"))
@@ -622,15 +623,15 @@ def finish(folder: str, meta: Meta, noun: str) -> None:
         print(f"{num_targets:,} tokens are targets")
 
 
-# ----- What comes next ----------------------------------------------------------------------------------
+# ----- The next command ---------------------------------------------------------------------------------
 
 
 class Preset(NamedTuple):
-    """What the command to train with a preset of train_gpt2.py depends on."""
+    """The facts about a preset of train_gpt2.py that its command depends on."""
 
     sequence_length: int
     batch_tokens: int  # in a step
-    least_steps: int  # passes that take fewer or more steps than these are not asked for
+    least_steps: int  # passes are given only if they take more steps than this, and fewer than the next
     most_steps: int
 
 
@@ -644,10 +645,10 @@ PRESETS = {
 def training_command(
     name: str, folder: str, lengths: list[int], *, T: int, passes: int = 0, start: str = ""
 ) -> list[Any]:
-    """The command that trains with a preset on shards of these lengths, in sequences of T tokens, from model `start`.
+    """The command to train with a preset on shards of these lengths, in sequences of T tokens, from the model `start`.
 
-    It asks for so many `passes` if they take a number of steps that suits the preset; without them, the preset's steps
-    count. A step may have fewer tokens than the preset's, so that a pass takes 8 steps or more.
+    It has --passes if that number of steps suits the preset; otherwise it leaves the steps to the preset. A step may
+    have fewer tokens than the preset's, so that a pass takes at least 8 steps.
     """
     preset = PRESETS[name]
     windows = sum((length - 1) // T for length in lengths)

@@ -33,7 +33,7 @@ def python_docs() -> list[str]:
 
 
 def docstrings(path: Path, module: str) -> str:
-    """The docstrings of a source file, each after the line that declares what it documents."""
+    """The docstrings of a source file, each after the declaration it belongs to."""
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The rows of the files of a data set: tables, JSON, and texts in pieces."""
+"""Read the rows of files: tables, JSON, and texts, long ones in pieces."""
 
 import collections
 import contextlib
@@ -17,15 +17,13 @@ from plumbing.data import python_docs
 from plumbing.data.inputs import COMPRESSIONS, Source, file_type, suffix_of
 from plumbing.files import open_regular
 
-BLOCK_CHARS = 2**13  # text files are read in blocks of this many characters. Positions count the pieces
-MAX_PIECE = (
-    2**17
-)  # characters. A longer text without a token boundary, such as one repeated letter, is cut anyway
+BLOCK_CHARS = 2**13  # characters in a block of a text file. Recorded positions depend on it
+MAX_PIECE = 2**17  # characters. A longer text without a token boundary (one repeated letter) is cut anyway
 JSON_BLOCK = 2**18  # characters
-MAX_SEARCHED = 10_000  # one of the first file's rows, up to this many, must have the column
-LONGEST_WORD = 10  # a word of JSON, such as -Infinity, at the end of a block may be incomplete
-EMPTY = (None, "", "[]", "{}", [], {})  # values that say nothing. A CSV file has lists as texts
-MAX_UNREAD = 30  # names of keys that are counted one by one
+MAX_SEARCHED = 10_000  # the column must be in one of this many rows at the start of the first file
+LONGEST_WORD = 10  # characters. A word of JSON (-Infinity) may be incomplete at the end of a block
+EMPTY = (None, "", "[]", "{}", [], {})  # values that say nothing; a CSV file holds lists as text
+MAX_UNREAD = 30  # keys that are counted by name; the others are counted together
 
 
 class Unusable(NamedTuple):
@@ -37,13 +35,13 @@ class Unusable(NamedTuple):
 
 class Row(NamedTuple):
     place: str  # in its file: "Line 3"
-    values: Any  # a dict by column, a list of JSON's, a piece of a text. Unusable if reading it would change it
+    values: Any  # a dict of columns, a JSON list, or a piece of text; Unusable if it is malformed
     starts: bool = True  # False for a piece of a long text that continues the piece before it
     unread: Sequence[str] = ()  # columns of its table that were not loaded
 
 
 class Counts:
-    """What happened to the rows of an input, by sentences such as "row left out", and which keys were not read."""
+    """How often things happened to rows, by phrases such as "row left out", and which keys were not read."""
 
     LEFT_OUT = "row left out"
 
@@ -72,7 +70,7 @@ class Counts:
             self.unread[key if is_listed else "other keys"] += 1
 
     def note(self) -> None:
-        """Print what was left out and what was not read."""
+        """Print notes on rows that were left out, and the keys that were not read."""
         for sentence in sorted(self.numbers, key=lambda sentence: sentence != self.LEFT_OUT):
             noun, participle = sentence.split(" ", 1)
             examples = self.sentences if sentence == self.LEFT_OUT else []
@@ -86,7 +84,7 @@ class Counts:
 
 
 def keys_with_values(values: Mapping[str, Any], read: Collection[str] = ()) -> list[str]:
-    """The keys of an object that hold something, except those that were `read`."""
+    """The keys of an object that have a value, except those that were `read`."""
     return [key for key, value in values.items() if key not in read and value not in EMPTY]
 
 
@@ -96,9 +94,9 @@ def keys_with_values(values: Mapping[str, Any], read: Collection[str] = ()) -> l
 def read_rows(
     source: Source, columns: Sequence[str], *, separator: str = "", needed: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """The rows of a file. A table's have those of the `columns` that it has; UserError if no `needed` one has a text.
+    """Yield the rows of a file. Of a Parquet file, only `columns` are loaded. UserError if a `needed` one has no text.
 
-    A document of a text file is one row, and a long one is a row for each piece: so it need not fit in memory, and
+    A document in a text file is a row. A long one is a row for each piece, so that it need not fit in memory and
     several cores can share it.
     """
     kind = file_type(source.name)
@@ -117,47 +115,47 @@ def read_rows(
 
 @contextlib.contextmanager
 def explain_errors(name: str) -> Iterator[None]:
-    """Turn an error while the file that the user calls `name` is read into a UserError."""
+    """Context that turns errors in reading a file into a UserError. name: what the user calls the file."""
     try:
         yield
-    except (OSError, ValueError, LookupError, NotImplementedError) as error:  # includes pyarrow's own
+    except (OSError, ValueError, LookupError, NotImplementedError) as error:  # pyarrow's errors are among these
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, os.strerror(error.errno), name) from None
         if isinstance(error, UnicodeDecodeError):
             raise UserError(f"{name} {explain_bytes(error, suffix_of(name))}") from None
         reason = console.first_line(error)
-        if "too much memory" in reason:  # zstd's word for a window that is longer than usual
+        if "too much memory" in reason:  # zstd's error for an unusually long window
             raise UserError(
                 f"{name} was compressed with a long window. Unpack it: zstd -d --long=31 FILE"
             ) from None
         raise UserError(
-            f"{name} is damaged, or not what its name says: {reason}. Replace it, and run this command again."
+            f"{name} is damaged, or its ending is wrong: {reason}. Replace it, and run this command again."
         ) from None
 
 
 def explain_bytes(error: UnicodeDecodeError, suffix: str) -> str:
-    """What the bytes around one that is not UTF-8 seem to be, and the command that makes UTF-8 of them."""
-    found = f"a byte 0x{error.object[error.start]:02x}, which grep -naxv '.*' FILE shows"
+    """Name the byte that is not UTF-8, guess the encoding from the bytes around it, and say how to convert the file."""
+    found = f"a byte 0x{error.object[error.start]:02x} (to find it: grep -naxv '.*' FILE)"
     if b"\0" in error.object:  # a few kilobytes
         return (
             f"is not text: it has {found}, and NUL bytes. Give the file the ending of its format, such as .parquet, or "
-            f"convert it to text. UTF-16 becomes UTF-8 by: iconv -f UTF-16 -t UTF-8 FILE > NEW{suffix}"
+            f"convert it to text. To convert UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW{suffix}"
         )
     text = error.object.decode("utf-8", "replace")
-    guess = "It may be Windows' or Latin-1"
+    guess = "It may be Windows-1252 or Latin-1"
     command = "iconv -f WINDOWS-1252 -t UTF-8"
-    # other letters beyond ASCII are right only where the rest of the file is UTF-8
+    # if most characters beyond ASCII were decoded, the rest of the file is UTF-8
     if sum(char > "\x7f" for char in text) > 2 * text.count("\ufffd"):
         guess = "The rest is UTF-8"
         command = "iconv -f UTF-8 -t UTF-8 -c"
-    return f"is not UTF-8 text: it has {found}. {guess}. Convert it, unpacked: {command} FILE > NEW{suffix}"
+    return f"is not UTF-8 text: it has {found}. {guess}. Unpack and convert it: {command} FILE > NEW{suffix}"
 
 
 # ----- Columns ------------------------------------------------------------------------------------------
 
 
 def value_in(row: Any, column: str) -> Any:
-    """The value of a row's column, or under text in its object doc for "doc.text"; None if there is none."""
+    """The value in a column of a row, or None. "doc.text" is a column, or the key text of the object doc."""
     if column in row:
         return row[column]
     for key in column.split("."):
@@ -175,7 +173,7 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
     if isinstance(values, (str, Unusable)):
         return values
     if not isinstance(values, dict):
-        return Unusable(f"is no object with columns, but {console.plain(values, 60)}")
+        return Unusable(f"is not an object with columns, but {console.plain(values, 60)}")
     texts = []
     for column in columns:
         text = value_in(values, column)
@@ -191,7 +189,7 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
 def check_needed(
     rows: Iterable[Row], name: str, needed: Sequence[str], *, most: int = MAX_SEARCHED
 ) -> Iterator[Row]:
-    """Yield rows. UserError unless each `needed` column is in one of the first `most`, with a text or null."""
+    """Yield rows. UserError unless each `needed` column has a text or null in one of the first `most` rows."""
     missing, first = list(needed), None
     for number, row in enumerate(rows):
         if missing and isinstance(row.values, dict):
@@ -213,7 +211,7 @@ def may_have_text(row: dict[str, Any], column: str) -> bool:
 
 
 def explain(place: str, unusable: Unusable, advice: str) -> str:
-    """What is wrong with a row, what it holds, and what to do."""
+    """Explain why a row cannot be used: the reason, its columns, and the advice."""
     held = ""
     if isinstance(unusable.values, dict):
         held = f" Its columns are {', '.join(unusable.values)}: {console.plain(unusable.values, 300)}."
@@ -221,8 +219,8 @@ def explain(place: str, unusable: Unusable, advice: str) -> str:
 
 
 COLUMN_ADVICE = (
-    "Name the column of the text with --text-column (doc.text is the text in an object doc). If the rows are a list in"
-    " a larger object, write them one a line: jq -c '.KEY[]' FILE > NEW.jsonl"
+    "Name the column of the text with --text-column (doc.text is the key text in an object doc). If the rows are a list"
+    " inside an object, write each on a line: jq -c '.KEY[]' FILE > NEW.jsonl"
 )
 
 
@@ -231,8 +229,8 @@ COLUMN_ADVICE = (
 
 def read_csv(source: Source, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of a file whose first line names its columns. A row with more or fewer fields is Unusable."""
-    csv.field_size_limit(2**27)  # a text may exceed Python's default, and a quote may be left open
-    # a program may write semicolons where numbers have commas
+    csv.field_size_limit(2**27)  # a text may be longer than Python's default, and so may an open quote
+    # in countries with decimal commas, programs write semicolons
     delimiters = "\t,;" if suffix_of(source.name) == ".tsv" else ",;\t"
     with open_text(source.path) as file:
         header = next(file, "")
@@ -251,10 +249,10 @@ def read_csv(source: Source, columns: Sequence[str]) -> Iterator[Row]:
             except csv.Error as error:
                 if rows.line_num > begin or "end of data" in str(error):  # an open quote swallows rows
                     raise UserError(
-                        f"Line {begin} of {source.name} is no row of CSV: {error}. Close its quotes, and write those in"
-                        " a text twice."
+                        f"Line {begin} of {source.name} is not a valid row of CSV: {error}. Close its quotes, and"
+                        " double the quotes inside a text."
                     ) from None
-                yield Row(f"Line {begin}", Unusable(f"is no row of CSV: {error}"))
+                yield Row(f"Line {begin}", Unusable(f"is not a valid row of CSV: {error}"))
                 continue
             if fields is None:
                 return
@@ -270,7 +268,7 @@ def read_csv(source: Source, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def read_parquet(source: Source, columns: Sequence[str], needed: Sequence[str]) -> Iterator[Row]:
-    """The rows of a Parquet file, with those of the columns that it has."""
+    """The rows of a Parquet file, with the `columns` that it has."""
     import pyarrow.parquet  # slow to import
 
     with pyarrow.parquet.ParquetFile(source.path) as table:
@@ -297,16 +295,16 @@ def read_parquet(source: Source, columns: Sequence[str], needed: Sequence[str]) 
 
 
 def read_json(source: Source) -> Iterator[Row]:
-    """The rows of a file of JSON lines, of an array, or of values over several lines."""
+    """The rows of a JSON file: one per line, entries of an array, or values that span lines."""
     for place, value in read_values(source.path, source.name):
         if isinstance(value, (dict, list)):
             yield Row(place, value)
         else:
-            yield Row(place, Unusable(f"is no object, but {console.plain(repr(value), 60)}"))
+            yield Row(place, Unusable(f"is not an object, but {console.plain(repr(value), 60)}"))
 
 
 def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(number, its place in words, object) for each line with JSON, or entry of an array; UserError if one is none."""
+    """Yield (number, place in words, object) for each line or entry of a JSON file. UserError unless each is one."""
     with explain_errors(path):
         for place, record in read_values(path, path):
             if not isinstance(record, dict):
@@ -319,7 +317,7 @@ def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def read_values(path: str, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) for each value in a file, or for each entry of its array. Only a few blocks are in memory.
 
-    A conversation in JSON lines may be a list, so an array of all rows there begins with a line of its own.
+    In JSON lines, a conversation may be a list. So there, a list of all rows must have its bracket alone on line 1.
     """
     decoder = json.JSONDecoder()
     number = 0
@@ -339,7 +337,7 @@ def read_values(path: str, name: str) -> Iterator[tuple[str, Any]]:
                 reason = getattr(error, "msg", str(error))
                 position = getattr(error, "pos", 0)
                 is_cut = reason.startswith("Unterminated") or position >= len(held) - LONGEST_WORD
-                # twice as much each time, so that a long value is not parsed often
+                # twice as much each time, so that a long value is parsed only a few times
                 block = file.read(max(JSON_BLOCK, len(held) - start)) if is_cut else ""
                 held = held[start:] + block
                 start = 0
@@ -356,13 +354,13 @@ def read_values(path: str, name: str) -> Iterator[tuple[str, Any]]:
             start = end
 
 
-# {the first bytes of files that are not text: the command that makes text of some}
+# {first bytes of a file that is not plain text: the command to convert it}
 STARTS = {b"\x1f\x8b": "gzip -dc", b"\x28\xb5\x2f\xfd": "zstd -dc"}
 STARTS |= dict.fromkeys([b"\xff\xfe", b"\xfe\xff"], "iconv -f UTF-16 -t UTF-8")
 
 
 def open_text(path: str) -> IO[str]:
-    """Open a plain, .gz or .zst file as UTF-8 text; ValueError at once if it begins as another kind of file does."""
+    """Open a plain, .gz or .zst file as UTF-8 text. ValueError at once if it begins like another kind of file."""
     stream: Any = open_regular(path)
     suffix = os.path.splitext(path)[1].lower()
     if suffix in COMPRESSIONS:
@@ -374,7 +372,7 @@ def open_text(path: str) -> IO[str]:
         start = b"\xff\xfe"
     for known, command in STARTS.items():
         if start.startswith(known):
-            raise ValueError(f"it is not plain text in UTF-8. Make some of it: {command} FILE > NEW")
+            raise ValueError(f"it is not plain text in UTF-8. Convert it: {command} FILE > NEW")
     return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
 
 
@@ -382,13 +380,13 @@ def open_text(path: str) -> IO[str]:
 
 
 def read_txt(source: Source, separator: str = "") -> Iterator[Row]:
-    """A document, or one per `separator`; a long one in pieces of about BLOCK_CHARS characters."""
+    """A text file's document, or several between separators; a long one in pieces of about BLOCK_CHARS characters."""
     with open_text(source.path) as file:
         blocks = iter(lambda: file.read(BLOCK_CHARS), "")
         for number, (text, starts) in enumerate(split_text(blocks, separator, source.name), 1):
             if starts and not separator and "\n<|endoftext|>" in text:
-                console.note(f"{source.name} has lines with <|endoftext|>, which are treated as text.")
-                print('If they separate documents, give fineweb.py --separator "<|endoftext|>".')
+                console.note(f"{source.name} has lines with <|endoftext|>. They are read as text.")
+                print('If they separate documents, run fineweb.py with --separator "<|endoftext|>".')
             yield Row(f"Piece {number}", text, starts)
 
 
@@ -399,7 +397,7 @@ def split_text(blocks: Iterable[str], separator: str = "", name: str = "") -> It
     """
     blocks = iter(blocks)
     start = list(itertools.islice(blocks, 3))
-    # a document of at most two blocks is one piece. A longer text without separators is cut behind every block
+    # a document of at most two blocks is one piece. A longer text without separators is cut once per block
     whole = 0 if len(start) > 2 and not separator else 2 * BLOCK_CHARS
     line_ends = "\r\n" if separator else ""
     held = ""  # text read but not yet yielded
@@ -416,7 +414,7 @@ def split_text(blocks: Iterable[str], separator: str = "", name: str = "") -> It
                 yield text, starts
             starts = True
         if len(held) > whole:
-            stop = len(held.rstrip(line_ends)) - len(separator)  # it may have begun in the last characters
+            stop = len(held.rstrip(line_ends)) - len(separator)  # a separator may begin in the last characters
             # only the last two blocks have not been searched
             cut = find_token_boundary(held, max(0, len(held) - 2 * BLOCK_CHARS), stop)
             if len(held) > MAX_PIECE:

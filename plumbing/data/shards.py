@@ -1,4 +1,4 @@
-"""Token shards: the one reader of the format, and of the meta.json that describes a folder of them.
+"""Read token shards, and the meta.json that describes a folder of them.
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. The numbers begin
 with 0 for validation and with 1 for training. A mask is next to its shard, with the suffix .mask: uint8, 1 where a
@@ -34,7 +34,7 @@ MAX_OPEN = 64  # files that a folder's shards keep open; many systems allow a pr
 # np.memmap would be shorter, but a failing disk or a shard cut short would end the process without a word (SIGBUS)
 @dataclass
 class Shard:
-    """An array on disk, checked once. `open_file` may keep its file open."""
+    """An array on disk, checked when it was opened. `open_file` may keep its file open."""
 
     path: Path
     dtype: type
@@ -65,7 +65,7 @@ def open_shards(folder, split):
 
 
 def open_masks(shards):
-    """The masks next to a split's shards; an empty list if meta.json mentions none and none is in the folder.
+    """The masks next to a split's shards. The list is empty if neither meta.json nor the folder has any.
 
     UserError if one is missing, damaged or of another length than its shard.
     """
@@ -121,8 +121,8 @@ def read_bin_header(path):
     if start != [BIN_MAGIC, BIN_VERSION, num_tokens] or num_bytes % 2:
         raise UserError(
             f"{path} has another format or is damaged: its {num_bytes:,} bytes begin with {start}, not with "
-            f"{BIN_MAGIC}, {BIN_VERSION} and the number of its tokens. Fetch it again or, if it is nanoGPT's, which "
-            "has no header, make shards of its text with fineweb.py --input."
+            f"{BIN_MAGIC}, {BIN_VERSION} and the number of its tokens. Download it again. If it is nanoGPT's, it "
+            "has no header: make shards of its text with fineweb.py --input."
         )
     return np.uint16, (num_tokens,), BIN_HEADER
 
@@ -133,8 +133,8 @@ def find_shards(folder, split):
     if not paths:
         command = command_for(folder)
         raise UserError(
-            f"There are no {split} shards in {folder}. Name another folder with --data, try --preset quickstart, which "
-            f"makes its own, or make them: {command}"
+            f"There are no {split} shards in {folder}. Name another folder with --data, try --preset quickstart (it "
+            f"makes its own), or make them: {command}"
         )
     return sorted(paths)
 
@@ -148,7 +148,7 @@ OWN_FOLDERS = {
 
 
 def command_for(folder):
-    """The command that makes shards of the documents at `folder` or, if there is nothing, shards in it."""
+    """The command to make shards from the documents at `folder` or, if nothing is there, to make shards in it."""
     if str(folder) in OWN_FOLDERS:
         return OWN_FOLDERS[str(folder)]
     flags = [("--input", "FILES"), ("--out-dir", folder)]
@@ -182,7 +182,7 @@ def fingerprint(paths):
     return digest.hexdigest()
 
 
-# ----- What a run checks before it trains ---------------------------------------------------------------
+# ----- Checks before training ---------------------------------------------------------------------------
 
 
 def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: int) -> None:
@@ -210,7 +210,7 @@ def check_folder(folder: Name, splits: list[Any], enc: Any) -> None:
 
 
 def find_largest(arrays, count=sys.maxsize):
-    """(largest entry, path) of the array with the largest one among its first `count` entries."""
+    """(value, path of its array) of the largest entry among the first `count` of each array."""
     return max((int(array.read(0, count).max(initial=0)), array.path) for array in arrays)
 
 
@@ -233,7 +233,7 @@ def check_meta(folder, shards):
             f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
         )
     on_disk = {shard.path.name: len(shard) for shard in shards}
-    splits = set(map(split_of, on_disk))  # a folder that is only validated on may have more
+    splits = set(map(split_of, on_disk))  # a folder used only for validation may have training shards as well
     listed = {name: length for name, length in meta.shards.items() if split_of(name) in splits}
     if listed and listed != on_disk:
         name = min(dict(listed.items() ^ on_disk.items()))
@@ -243,12 +243,12 @@ def check_meta(folder, shards):
         )
 
 
-# ----- What the shards of a folder are made from --------------------------------------------------------
+# ----- meta.json ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Meta:
-    """The contents of a folder's meta.json. One made by hand may only have a tokenizer."""
+    """The contents of a folder's meta.json. One written by hand may have only a tokenizer."""
 
     dataset: str = ""
     tokenizer: str | None = None
@@ -259,11 +259,11 @@ class Meta:
     complete: bool = True
     masks: bool = False  # whether each shard has one
     rows_left_out: int = 0
-    left_out: list[str] = field(default_factory=list)  # sentences about the first three of them
+    left_out: list[str] = field(default_factory=list)  # sentences about the first three
     # the settings, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
-    ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the last shard of a run of rows, its End
-    asked: dict[str, Any] = field(default_factory=dict)  # what was typed for a data set of the hub
+    ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # {last shard of a run of rows: its End}
+    asked: dict[str, Any] = field(default_factory=dict)  # the flags that named a data set on the hub
     validation_every: int = 0  # as in preparation.is_validation
 
     def lengths(self, split: str) -> list[int]:
@@ -271,7 +271,7 @@ class Meta:
 
 
 def read_meta(folder: Name) -> Meta:
-    """The meta.json in `folder`; without one there is no tokenizer."""
+    """Read the meta.json in `folder`. Without one, the tokenizer is None."""
     path = Path(folder, "meta.json")
     if not path.exists():
         return Meta()
@@ -285,7 +285,7 @@ def read_meta(folder: Name) -> Meta:
             raise UserError(f"{path} is damaged: its {key} cannot be {shown}. {MAKE_AGAIN}")
     meta = Meta(**fields)
     for name, length in meta.shards.items():
-        # others' meta.json must not lead to a file of another folder
+        # someone else's meta.json must not lead to a file in another folder
         if PureWindowsPath(name).name != name or not split_of(name) or type(length) is not int:
             shown = console.plain(repr({name: length}), 100)
             raise UserError(f"{path} is damaged: its shards cannot be {shown}. {MAKE_AGAIN}")
@@ -294,7 +294,7 @@ def read_meta(folder: Name) -> Meta:
 
 @contextlib.contextmanager
 def damage_named(folder: Name) -> Iterator[None]:
-    """Turn an error of Python while the values in a meta.json are taken apart into a UserError."""
+    """Context that turns Python's errors about wrong values in a meta.json into a UserError."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -304,7 +304,7 @@ def damage_named(folder: Name) -> Iterator[None]:
 
 
 def origin(folder: Name) -> str:
-    """The data set, config, split and commit from which the shards in a folder were made; "" if nothing says so."""
+    """The data set, config, split and commit that the shards in a folder were made from; "" if unknown."""
     meta = read_meta(folder)
     words = [meta.made_from.get(key) for key in ("config", "split", "revision")]
     return ", ".join(filter(None, [meta.dataset, *words]))

@@ -1,7 +1,7 @@
 """Tokenizers: GPT-2's, plain bytes, or one trained with tokenizer.py. Each is a `tiktoken.Encoding`.
 
-A `.tiktoken` file is in tiktoken's format, a `base64-of-the-token rank` line per token. That has no place for the name,
-the pre-tokenization pattern and the special tokens: they are in a second file, with .json added to the name.
+A `.tiktoken` file is in tiktoken's format, a `base64-of-the-token rank` line per token. It has no place for the name,
+the pre-tokenization pattern and the special tokens. They are in a second file, with .json added to the name.
 """
 
 import base64
@@ -22,7 +22,7 @@ from plumbing.files import atomic_write, open_regular
 
 EOT = "<|endoftext|>"  # the first token of every document
 ROLES = ("user", "assistant", "system")
-# their ids follow the tokenizer's own, where the embedding has padding: after GPT-2's, 50257..50260 of 50304
+# their ids follow the tokenizer's own, in the padding of the embedding: for GPT-2, 50257..50260 of 50304
 CHAT_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 MAX_VOCAB = 2**16  # shards hold uint16
 # many kinds of text, to test a pattern
@@ -32,10 +32,10 @@ PROBE = "".join(chr(i) for i in range(0x250)) + "\r\n\n  12345 I'll  \u4e2d\u658
 GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # tiktoken's faster equivalent; in Hugging Face's engine, `$` differs
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-BYTES = r"(?s:.{1,64})"  # there are no merges, so any split is correct: this was the fastest
+BYTES = r"(?s:.{1,64})"  # without merges, any split is correct; this one was the fastest
 FOR_HUGGINGFACE = {FAST_GPT2: GPT2, BYTES: r"[\s\S]{1,64}"}  # its engine has no (?s:)
 
-# ----- Opening a tokenizer, by its name or with a folder of shards --------------------------------------
+# ----- Open a tokenizer by its name, or the one of a folder of shards -----------------------------------
 
 
 def get_encoding(name_or_path):
@@ -43,7 +43,7 @@ def get_encoding(name_or_path):
     name = str(name_or_path)
     if name.endswith("+chat"):
         return with_chat(get_encoding(name.removesuffix("+chat")))
-    if name == "bytes":  # without a single merge: ids 0..255 are the bytes of UTF-8
+    if name == "bytes":  # no merges: ids 0..255 are the bytes of UTF-8
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding("bytes", pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: 256})
     if name == "gpt2":
@@ -74,7 +74,7 @@ def has_chat_tokens(enc):
 
 
 def folder_encoding(folder):
-    """Return the tokenizer that a folder of shards was written with (GPT-2's if nothing says which)."""
+    """Return the tokenizer of a folder of shards (GPT-2's if the folder does not name one)."""
     path = Path(folder, "tokenizer.tiktoken")
     recorded = shards.read_meta(folder).tokenizer
     name = recorded or "gpt2"
@@ -90,7 +90,7 @@ def folder_encoding(folder):
 
 
 def save_for_folder(enc, folder):
-    """Save what `folder_encoding` needs with a folder of shards: the tokenizer, without its chat markers."""
+    """Save the tokenizer, without chat markers, in a folder of shards, where `folder_encoding` finds it."""
     if enc.name.endswith("+chat"):
         special_tokens = {token: i for token, i in enc._special_tokens.items() if token not in CHAT_TOKENS}
         enc = copy_encoding(enc, enc.name.removesuffix("+chat"), special_tokens)
@@ -121,7 +121,7 @@ def read_encoding(path):
         with open_regular(f"{path}.json", "r", encoding="ascii") as file:
             fields = json.load(file)
         if fields["sha256"] != sha256(ranks):
-            raise ValueError("the checksum in its .json is not that of its tokens")
+            raise ValueError("its tokens do not match the checksum in its .json")
         return loads(json.dumps(fields) + "\n" + ranks)
     except (ValueError, LookupError, TypeError, RecursionError, FileNotFoundError) as error:
         reason = plain(error)
@@ -172,7 +172,7 @@ def loads(text):
 
 
 def whole_characters(text):
-    """The text with lone halves of surrogate pairs, which JSON can hold, replaced as tiktoken's `encode` does."""
+    """Replace the lone halves of surrogate pairs that JSON can hold, as tiktoken's `encode` does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -182,7 +182,7 @@ def encode_text(enc, text):
         return enc.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
         return encode_text(enc, whole_characters(text))
-    except ValueError:  # tiktoken's regex fails on a million blanks; two halves lose nothing
+    except ValueError:  # tiktoken's regex fails on a million blanks, but not on parts of them
         middle = len(text) // 2
         if middle < 5000:
             raise
@@ -191,7 +191,7 @@ def encode_text(enc, text):
 
 
 def token_bytes(enc):
-    """The number of bytes of each id, 0 for special tokens, (n_vocab,), to convert losses to bits per byte."""
+    """(n_vocab,): how many bytes each token has, 0 for special ones, to convert losses to bits per byte."""
     num_bytes = np.zeros(enc.n_vocab, dtype=np.int64)
     for token, i in enc._mergeable_ranks.items():
         num_bytes[i] = len(token)
@@ -204,9 +204,9 @@ def token_bytes(enc):
 def render_conversation(
     messages: list[dict[str, Any]], enc: tiktoken.Encoding, max_length: int = sys.maxsize
 ) -> tuple[list[int], list[int], int]:
-    """(ids, mask, number of tokens up to the end of the last answer within `max_length`, 0 if there is none).
+    """(ids, mask, number of tokens up to the end of the last answer within `max_length`, or 0 without one).
 
-    `enc` has role markers, such as "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it,
+    `enc` needs role markers, as in "gpt2+chat". The mask is 1 on the assistant's text and the <|end|> that closes it,
     unless the message has "weight": 0.
     """
     ids = [enc.eot_token]
@@ -230,7 +230,7 @@ def render_question(messages: list[dict[str, str]], enc: tiktoken.Encoding) -> l
 
 
 def render_prompt(text: str, enc: tiktoken.Encoding) -> tuple[str, list[int]]:
-    """(text as it is shown, its ids) of a text to continue or, with role markers, of a question to answer."""
+    """(text to show, its ids) for a text to continue or, if `enc` has role markers, a question to answer."""
     if not has_chat_tokens(enc):
         return text, enc.encode_ordinary(text) or [enc.eot_token]
     ids = render_question([{"role": "user", "content": text}], enc)

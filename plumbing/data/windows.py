@@ -14,7 +14,7 @@ from plumbing.cli.console import UserError
 from plumbing.data import shards, tokenizers
 from plumbing.files import Name
 
-READERS = 8  # threads, because a disk behind a network may take long to answer
+READERS = 8  # threads, because a network disk may take long to answer
 
 
 class Windows:
@@ -32,7 +32,7 @@ class Windows:
         shards.check_size(folder, split, T, num_windows=self.num_windows, at_least=T)
 
     def fingerprint_now(self) -> str:
-        """A hash of samples of the files as they are on the disk at this moment."""
+        """A hash of samples of the files as they are on disk now."""
         return shards.fingerprint([shard.path for shard in self.shards])
 
     def locate(self, number: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class Order:
         self.pool = ThreadPoolExecutor(READERS)
 
     def shuffle_epochs(self, positions: np.ndarray, num_windows: int, *folder: int) -> np.ndarray:
-        """The windows at positions in epoch after epoch of num_windows: a permutation by seed, epoch and folder."""
+        """Map positions to windows, epoch by epoch. If shuffled, seed, epoch and folder set the permutation."""
         epochs, numbers = np.divmod(positions, num_windows)
         if not self.shuffle:
             return numbers
@@ -97,7 +97,7 @@ class Order:
         return numbers
 
     def locate(self, positions: np.ndarray) -> list[tuple[Windows, int]]:
-        """[(a folder's split, number of a window in it)] at these positions of the order."""
+        """[(split of a folder, number of the window in it)] for these positions in the order."""
         if self.weights:
             folders, numbers = mix(positions, self.weights)
             for folder in np.unique(folders).tolist():
@@ -112,9 +112,9 @@ class Order:
         return list(zip(splits, numbers.tolist()))
 
     def read(self, positions: np.ndarray) -> list[np.ndarray]:
-        """[tokens (n, T + 1)] at n positions and, if one of the splits has masks, [their mask], of ones elsewhere."""
+        """[tokens] of shape (n, T + 1) at n positions; [tokens, masks] if a split has masks (ones for the others)."""
         windows = self.locate(positions)
-        # a thread for every READERS-th window
+        # each thread reads every READERS-th window
         groups = [windows[first::READERS] for first in range(min(READERS, len(windows)))]
         tokens = np.empty((len(windows), self.T + 1), np.uint16)
         masks = np.empty(tokens.shape, np.uint8)
@@ -124,7 +124,7 @@ class Order:
         return [tokens, masks] if self.has_masks else [tokens]
 
     def count_targets(self, positions: np.ndarray) -> int:
-        """The targets in the windows at these positions: T in each, without those that masks leave out."""
+        """The number of targets in the windows at these positions: T in each, but for those that masks leave out."""
         if not self.has_masks:
             return len(positions) * self.T
         return sum(split.count_targets(number) for split, number in self.locate(positions))
@@ -149,7 +149,7 @@ def read_windows(windows: Sequence[tuple[Windows, int]]) -> list[tuple[np.ndarra
 
 
 def stream_names(folders: Sequence[Name]) -> list[str]:
-    """A short name for each folder, for log.txt: the last part of its path or, where two have the same, more of it."""
+    """A short name for each folder, for log.txt: the last part of its path, or more parts if two would be the same."""
     paths = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = [re.sub(r"[^A-Za-z0-9_.-]", "_", distinct_end(path, paths)) for path in paths]
     while len(set(names)) < len(names):
@@ -158,7 +158,7 @@ def stream_names(folders: Sequence[Name]) -> list[str]:
 
 
 def distinct_end(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:
-    """The fewest last parts of a path that no other path ends in; all parts if it is there twice."""
+    """The last parts of a path, as few as no other path ends in; all of them if the path is there twice."""
     for count in range(1, len(path)):
         ends = [other[-count:] for other in paths]
         if ends.count(path[-count:]) == 1:
@@ -176,14 +176,14 @@ def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
     weights = config.data_weights or [1] * len(config.data)
     encs = []
     for folder, weight in zip(config.data, weights):
-        if config.max_steps and weight:  # otherwise it is only validated on
+        if config.max_steps and weight:  # without a share, it is only for validation
             shards.find_shards(folder, "train")
         shards.find_shards(folder, "val")
         encs.append(tokenizers.folder_encoding(folder))
         if encs[-1].name != encs[0].name:
             raise UserError(
                 f"The shards in {folder} have tokenizer {encs[-1].name}, but those in {config.data[0]} have "
-                f"{encs[0].name}. Make them with one tokenizer, to train on both."
+                f"{encs[0].name}. To train on both, make them with the same tokenizer."
             )
     return encs[0]
 
@@ -204,7 +204,7 @@ def shares_of(n: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     shares = []
     left = n
     for i, weight in enumerate(weights):
-        # its part of what the folders before it have left
+        # its share of the rest
         part = min(1.0, weight / sum(weights[i:])) if weight else 0.0
         shares.append(np.floor(left * part + 0.5).astype(np.int64))
         left = left - shares[-1]
