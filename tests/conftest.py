@@ -125,6 +125,16 @@ def no_network_and_no_commit():
 
 
 @pytest.fixture
+def whole_text(monkeypatch):
+    """An export is compared with transformers on all of the text, as outside of the tests."""
+    from plumbing.run import huggingface
+
+    import harness
+
+    monkeypatch.setattr(huggingface, "text_to_compare", harness.text_to_compare)
+
+
+@pytest.fixture
 def data(tmp_path):
     from harness import make_shards
 

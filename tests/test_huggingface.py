@@ -22,7 +22,7 @@ from train_gpt2 import GPT, CausalSelfAttention, load_model
 
 from harness import Touch, assert_same_tensors, listing, parrot_model, tiny_model
 
-pytestmark = pytest.mark.gpt2
+pytestmark = [pytest.mark.gpt2, pytest.mark.usefixtures("whole_text")]
 
 BYTES = tokenizers.get_encoding("bytes")
 CHAT = tokenizers.get_encoding("bytes+chat")
