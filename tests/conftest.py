@@ -1,6 +1,7 @@
 """The fixtures that all tests share, and how pytest runs them. The helpers are in harness.py."""
 
 import contextlib
+import functools
 import importlib
 import signal
 import socket
@@ -145,6 +146,14 @@ def data(tmp_path):
 def out(tmp_path):
     """The folder of a test's run, which is not there yet."""
     return tmp_path / "out"
+
+
+@pytest.fixture
+def changed(data, tmp_path):
+    """changed(edits): train_gpt2.py with these edits, as an edits.Changed."""
+    from edits import Changed
+
+    return functools.partial(Changed, tmp_path, data)
 
 
 @pytest.fixture(scope="module")
