@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import train_gpt2
+from plumbing.run.checkpoint import load_checkpoint
 
-from harness import ROOT, error_in, run, tiny_flags
+from harness import KILLED, ROOT, error_in, killed_at, log_lines, run, signalled, tiny_flags
 
 WIDTH = "    n_embd: Positive[int] = 768  # channels of the residual stream\n"
 POSITIONS = "self.transformer.wte(idx) + self.transformer.wpe(pos)"
@@ -80,6 +81,9 @@ class Normalized(torch.optim.Optimizer):
                 p.sub_(p.grad / (exp_avg_sq.sqrt() + 1e-8), alpha=group["lr"])
 """
 CONFIGURE = "\n\ndef configure_optimizers("
+BEFORE_GROUPS = "    betas = (config"
+HIDDEN_STATES = "\n    def hidden_states("
+SCALER = "    scaler = torch.amp"
 EDITS = {  # {text in train_gpt2.py: what takes its place}
     "untied": {"        self.lm_head.weight = self.transformer.wte.weight  # weight": "        # weight"},
     "rotary": ROTARY,
@@ -111,8 +115,8 @@ EDITS = {  # {text in train_gpt2.py: what takes its place}
 }
 
 
-def changed_trainer(path, edits):
-    """Write train_gpt2.py with these edits to `path`."""
+def write_trainer(path, edits):
+    """Write train_gpt2.py with these edits to `path`, each of whose texts it has once."""
     source = Path(train_gpt2.__file__).read_text(encoding="utf-8")
     for before, after in edits.items():
         assert source.count(before) == 1, before
@@ -139,16 +143,56 @@ def train_changed(path, args):
     import_trainer(path).main(args)
 
 
-def edited_run(path, data, out_dir, **changes):
-    """Train with the file at `path` in another process. Returns the output."""
-    [said] = run(train_changed, path, tiny_flags(data, out_dir, **changes))
-    return said
+class Changed:
+    """A trainer with some edits. Its runs are on tiny shards, each in processes of its own and in its folder."""
 
+    def __init__(self, folder, data, edits, name="train_gpt2.py"):
+        self.folder = folder
+        self.data = data
+        self.path = write_trainer(folder / name, edits)
 
-def error_of_edited(path, data, out_dir, **changes):
-    """The error with which the file at `path` refuses to train."""
-    [said] = run(train_changed, path, tiny_flags(data, out_dir, **changes), ends=[2])
-    return error_in(said)
+    def flags(self, out, **options):
+        return tiny_flags(self.data, self.folder / out, **options)
+
+    def train(self, out="out", ranks=0, ends=None, **options):
+        """Train, and return what is printed, by rank 0 if there are several."""
+        said = run(train_changed, self.path, self.flags(out, **options), ranks=ranks, ends=ends)
+        return said[0]
+
+    def error(self, out="out", ranks=0, **options):
+        """The error with which it refuses to train; it then has made no checkpoint."""
+        said = self.train(out, ranks, ends=[2] * max(1, ranks), **options)
+        assert not list(self.folder.glob(f"{out}/model_*"))
+        return error_in(said)
+
+    def kill(self, out, step=6, **options):
+        """Train, and be killed in this step, when the checkpoint of step 4 is there."""
+        run(in_changed, self.path, killed_at, step, 4, self.flags(out, **options), ends=[KILLED])
+
+    def stop(self, out, **options):
+        """Train, and be stopped after six steps, with a checkpoint of them."""
+        run(in_changed, self.path, signalled, 5, "SIGTERM", 1, 0, self.flags(out, **options))
+
+    def log(self, out):
+        return log_lines(self.folder / out)
+
+    def saved(self, out, step=12):
+        return load_checkpoint(self.folder / out / f"model_{step:05d}.pt")
+
+    def optimizer(self, out):
+        """The state of the first optimizer at the end of a run."""
+        return self.saved(out)["optimizer"][0]
+
+    def check_resume(self, interrupt, **options):
+        """A run that is interrupted, by `kill` or `stop`, and continued is the same. Returns what the other one says.
+
+        Both are there afterwards, in the folders "resumed" and "whole".
+        """
+        said = self.train("whole", **options)
+        interrupt("resumed", **options)
+        self.train("resumed", **options)
+        assert self.log("resumed") == self.log("whole")
+        return said
 
 
 LIVES = {name: EDITS[name] for name in EDITS if name not in ("a field and dropout", "a third group", "relu squared")}
@@ -232,7 +276,7 @@ NOTES = {  # {name: (the edit, a note before the first step)}
 
 REFUSED = {  # {the error before the first step: the edit}
     "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
-        "    betas = (config": "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
+        BEFORE_GROUPS: "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
     },
     "The field options of TrainConfig has the type 'dict'": {
         WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
@@ -247,7 +291,7 @@ LORA = {
     PROJECTION: PROJECTION + "        self.low = nn.Parameter(torch.empty(4, config.n_embd))\n"
     "        nn.init.normal_(self.low)\n        self.up = nn.Parameter(torch.zeros(config.n_embd, 4))\n",
     MLP_CALL: f"        return {GELU} + x @ self.low.T @ self.up.T\n",
-    "\n    def hidden_states(": """        for name, p in self.named_parameters():
+    HIDDEN_STATES: """        for name, p in self.named_parameters():
             p.requires_grad_(name.endswith(("low", "up")))
 
     def load_state_dict(self, weights, strict=True):
@@ -283,8 +327,93 @@ HIDDEN = {
 
 PLATEAU = {
     '            group["lr"] = lr * group["initial_lr"] / config.max_lr\n': "            pass\n",
-    "    scaler = torch.amp": "    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=1)\n"
+    SCALER: "    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=1)\n"
     '    own["plateau"] = plateau\n    scaler = torch.amp',
     "        mean = mean_over_folders(losses, parts)\n": "        mean = mean_over_folders(losses, parts)\n"
     '        parts.own["plateau"].step(100)\n',
+}
+
+
+# AdamW whose weights go halfway back to slow ones every fourth step: the slow weights and the count are its own
+LOOKAHEAD = """
+
+class Lookahead(torch.optim.AdamW):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.count = 0
+        self.slow = [p.detach().clone() for p in self.parameters()]
+
+    def parameters(self):
+        return sum((group["params"] for group in self.param_groups), [])
+
+    def step(self):
+        super().step()
+        self.count += 1
+        if self.count % 4 == 0:
+            with torch.no_grad():
+                for slow, p in zip(self.slow, self.parameters()):
+                    p.copy_(slow.lerp_(p, 0.5))
+
+    def state_dict(self):
+        return super().state_dict() | {"count": self.count, "slow": self.slow}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.count = state["count"]
+        self.slow = state["slow"]
+"""
+# an optimizer of no torch class, which keeps another one's state inside of its own
+INSIDE = """
+
+class Inside:
+    def __init__(self, inner):
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.pulls = torch.zeros(())
+
+    def step(self):
+        self.pulls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad *= 1 + 1 / self.pulls
+        self.inner.step()
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "pulls": self.pulls}
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state["inner"])
+        self.pulls = state["pulls"].clone()
+        self.param_groups = self.inner.param_groups
+"""
+# a factor on the rate that grows with the steps, kept in the groups, as Prodigy's d and schedule-free's weights are
+GROWING = """
+
+class Growing(torch.optim.AdamW):
+    def step(self):
+        for group in self.param_groups:
+            group["d"] *= 1.1
+            group["k"] += 1
+            group["sums"] += group["d"]
+            group["lr"] *= group["d"] * (1 + 1 / group["k"]) * float(group["sums"])
+        super().step()
+"""
+
+
+def adamw_as(name, source):
+    """AdamW replaced by the class of this name, which `source` defines."""
+    return {CONFIGURE: source + CONFIGURE, ADAMW: ADAMW.replace("torch.optim.AdamW", name)}
+
+
+OPTIMIZERS = {
+    "Lookahead": adamw_as("Lookahead", LOOKAHEAD),
+    "Inside": {CONFIGURE: INSIDE + CONFIGURE, ADAMW: f"Inside({ADAMW})"},
+    "Growing": adamw_as("Growing", GROWING)
+    | {
+        BEFORE_GROUPS: "    for group in groups:\n        group |= dict(d=1.0, k=0, sums=torch.zeros(()))\n"
+        + BEFORE_GROUPS
+    },
 }

@@ -1,8 +1,7 @@
 """A changed model is a model: edits of train_gpt2.py as people make them, each through the whole life of a run."""
 
 import itertools
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -19,15 +18,12 @@ from plumbing.run.logs import read_starts
 
 import edits
 from corpora import make, train_small
-from edits import changed_trainer, edited_run, error_of_edited, in_changed, train_changed
+from edits import Changed
 from harness import (
-    KILLED,
     ROOT,
-    error_in,
     examples_file,
     four_rows,
     greedy_without_cache,
-    killed_at,
     listing,
     log_lines,
     losses,
@@ -73,11 +69,11 @@ def live(path, folder, data, options):
 def check_use(trainer, run_folder, examples):
     """The run's model samples and scores as without a cache, and is exported as a model with the same logits."""
     model, enc = trainer.load_model(str(run_folder))
-    assert vars(model.config).items() <= load_checkpoint(run_folder / "model_00008.pt")["config"].items()
-    ids = itertools.takewhile(lambda i: i < 256, greedy_without_cache(model, list(b"abcd"), 70))
     words = ["abcd", "-m", run_folder, "--temperature", 0, "--max-new-tokens", 70]
     status, text, _ = refusal_of(sample.main, *words)
-    assert (status, text.rstrip("\n")) == (0, bytes(ids).decode(errors="replace"))
+    ids = itertools.takewhile(lambda i: i < 256, greedy_without_cache(model, list(b"abcd"), 70))
+    assert status == 0
+    assert text.rstrip("\n") == bytes(ids).decode(errors="replace")
     rendered = hellaswag.load_examples(examples, enc)
     sums = hellaswag.score(model, rendered, enc.n_vocab)[0]
     assert np.allclose(sums, four_rows(model, rendered), atol=1e-3)
@@ -88,8 +84,8 @@ def check_use(trainer, run_folder, examples):
 
 
 @pytest.mark.parametrize("name", edits.LIVES)
-def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits.LIVES[name])
+def test_a_changed_model_lives_the_life_of_a_run(name, changed, data, tmp_path):
+    path = changed(edits.LIVES[name]).path
     options = dict(dropout=0.1) if "field" in name else {}
     [said] = run(live, path, tmp_path, data, options)
     is_gpt2 = name in edits.STILL_GPT2
@@ -99,30 +95,25 @@ def test_a_changed_model_lives_the_life_of_a_run(name, data, tmp_path):
     assert "is not the cross-entropy of the logits" not in said
 
 
-def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(data, tmp_path):
-    """As with rotary embeddings: a branch learns from longer sequences. Its tables of positions are as long."""
-    path = changed_trainer(tmp_path / "train_rotary.py", edits.ROTARY | edits.TABLES)
-    edited_run(path, data, tmp_path / "parent")
-    for begin in ("branch_from", "init_from"):
-        options = {"block_size": 64, "sequence_length": 64, "max_steps": 24, begin: tmp_path / "parent"}
-        said = edited_run(path, data, tmp_path / begin, **options)
-        last = load_checkpoint(tmp_path / begin / "model_00024.pt")
-        positions, name = torch.arange(64), "transformer.h.1.attn."
-        assert torch.equal(last["model"][f"{name}sines"], positions[:, None].sin())
-        assert torch.equal(last["model"][f"{name}causal"], torch.ones(64, 64).tril().bool())
-        assert losses(tmp_path / begin, "val")[-1] < losses(tmp_path / "parent", "val")[-1]
-        assert ("differs from its parent in sequence_length" in " ".join(said.split())) == (begin == "branch_from")
-        assert last["optimizer"][0]["state"][0]["step"] == 24  # of which a branch has 12 of its parent's
+@pytest.mark.parametrize("begin", ["branch_from", "init_from"])
+def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(begin, changed, tmp_path):
+    """As with rotary embeddings: it learns from longer sequences. Its tables of positions are as long."""
+    trainer = changed(edits.ROTARY | edits.TABLES)
+    trainer.train("parent")
+    trainer.train(block_size=64, sequence_length=64, max_steps=24, **{begin: tmp_path / "parent"})
+    weights = trainer.saved("out", step=24)["model"]
+    assert torch.equal(weights["transformer.h.1.attn.sines"], torch.arange(64)[:, None].sin())
+    assert torch.equal(weights["transformer.h.1.attn.causal"], torch.ones(64, 64).tril().bool())
+    assert losses(tmp_path / "out", "val")[-1] < losses(tmp_path / "parent", "val")[-1]
 
 
 FEW_STEPS = dict(max_steps=2, checkpoint_every=1, val_every=0)
 
 
 @pytest.fixture
-def unfinished(request, data, out, tmp_path):
+def unfinished(request, changed, out):
     """The folder of a run of the edited model that the test's parameter names, with its first checkpoint alone."""
-    path = changed_trainer(tmp_path / "other.py", edits.EDITS[request.param])
-    edited_run(path, data, out, **FEW_STEPS)
+    changed(edits.EDITS[request.param], name="other.py").train(**FEW_STEPS)
     (out / "model_00002.pt").unlink()
     return out
 
@@ -156,9 +147,10 @@ def test_weights_of_another_version_that_do_not_fit_are_refused(unfinished, reas
 @pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
 def test_a_run_that_continues_with_other_code_names_both(unfinished, data, tmp_path):
     said = train(data, unfinished, **FEW_STEPS)
-    copy = load_checkpoint(unfinished / "model_00001.pt")["code"]["other.py"]
     assert "was trained by other code than runs now (train_gpt2.py, other.py)" in " ".join(said.split())
-    assert copy in said and (unfinished / copy).read_bytes() == (tmp_path / "other.py").read_bytes()
+    copy = load_checkpoint(unfinished / "model_00001.pt")["code"]["other.py"]
+    assert copy in said
+    assert (unfinished / copy).read_bytes() == (tmp_path / "other.py").read_bytes()
 
 
 @pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
@@ -168,12 +160,12 @@ def test_samples_of_a_model_of_other_code_need_that_code(unfinished, tmp_path):
     assert refusal_of(sample.main, *words, "--code", tmp_path / "other.py")[0] == 0
 
 
-def test_a_finished_run_of_other_code_is_not_exported_as_the_model_of_this_one(data, out, tmp_path):
-    path = changed_trainer(tmp_path / "train_relu2.py", edits.EDITS["relu squared"])
-    edited_run(path, data, out, max_steps=2)
+def test_a_finished_run_of_other_code_is_not_exported_as_the_model_of_this_one(changed, data, out):
+    changed(edits.EDITS["relu squared"], name="train_relu2.py").train(max_steps=2)
     said = " ".join(train(data, out, max_steps=2).split())
-    assert "is finished" in said and "was trained by other code than runs now (train_gpt2.py, train_relu2.py)" in said
-    assert "Its model is in" in said and not (out / "hf").exists()
+    assert "was trained by other code than runs now (train_gpt2.py, train_relu2.py)" in said
+    assert "Its model is in" in said
+    assert not (out / "hf").exists()
 
 
 MODULES = {
@@ -183,39 +175,44 @@ MODULES = {
 }
 
 
-def write_with_modules(folder):
+@pytest.fixture
+def with_modules(changed, tmp_path, monkeypatch):
     """A trainer that imports from a package beside it, and in that a module that no one can import."""
-    (folder / "my_layers").mkdir()
-    for name, text in MODULES.items():
-        (folder / name).write_text(text)
-    (folder / "old.py").write_text("print 'of Python 2'")
-    changes = {
-        "import hellaswag\n": "import hellaswag\nfrom my_layers.mlp import activation\n",
-        edits.GELU: "self.c_proj(activation(self.c_fc(x)))",
-    }
-    return changed_trainer(folder / "train_gpt2.py", changes)
-
-
-def test_modules_beside_the_file_belong_to_its_code(data, tmp_path, monkeypatch):
-    """They are kept with it, also those that they import, and a change of any byte is noticed, by the file's name."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
-    path, out = write_with_modules(tmp_path), tmp_path / "out"
-    args = tiny_flags(data, out)
-    run(train_changed, path, args)
-    for changed in ([], ["my_layers/functions.py"], ["train_gpt2.py", "my_layers/functions.py"]):
-        if changed:
-            with open(tmp_path / changed[0], "a") as file:
-                file.write("# a word\n")
-        (out / "model_00012.pt").unlink()
-        [said] = run(train_changed, path, args)
-        assert ("was trained by other code than runs now" in said) == bool(changed)
-        assert ", ".join(changed) in said
-        code = load_checkpoint(out / "model_00012.pt")["code"]
-        assert list(code) == ["train_gpt2.py", *MODULES]
-        for name, copy in code.items():
-            assert (out / copy).read_bytes() == (tmp_path / name).read_bytes()
-        assert read_starts(out / "run.txt")[-1]["code"] == " ".join(code.values())
+    (tmp_path / "my_layers").mkdir()
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "old.py").write_text("print 'of Python 2'")
+    trainer = changed(
+        {
+            "import hellaswag\n": "import hellaswag\nfrom my_layers.mlp import activation\n",
+            edits.GELU: "self.c_proj(activation(self.c_fc(x)))",
+        }
+    )
+    trainer.train(**FEW_STEPS)
+    return trainer
+
+
+def test_modules_beside_the_file_are_kept_with_its_code(with_modules, out, tmp_path):
+    """Also those that they import."""
+    code = with_modules.saved("out", step=2)["code"]
+    assert list(code) == ["train_gpt2.py", *MODULES]
+    for name, copy in code.items():
+        assert (out / copy).read_bytes() == (tmp_path / name).read_bytes()
+    assert read_starts(out / "run.txt")[-1]["code"] == " ".join(code.values())
+
+
+@pytest.mark.parametrize("names", [[], ["my_layers/functions.py"], ["train_gpt2.py", "my_layers/functions.py"]])
+def test_a_change_of_any_byte_of_the_code_is_noticed(names, with_modules, out, tmp_path):
+    """It is named by its file."""
+    (out / "model_00002.pt").unlink()
+    for name in names:
+        with open(tmp_path / name, "a") as file:
+            file.write("# a word\n")
+    said = with_modules.train(**FEW_STEPS)
+    assert ("was trained by other code than runs now" in said) == bool(names)
+    assert ", ".join(names) in said
 
 
 @pytest.mark.parametrize(
@@ -228,25 +225,34 @@ def test_a_line_says_why_a_file_is_no_code_of_a_model(name, reason, tmp_path, mo
     assert f"--code {name} {reason}" in refused(sample.main, "abc", "--code", name)
 
 
-def write_with_activation(folder):
+@pytest.fixture
+def with_activation(changed, tmp_path):
     """A trainer in exp/ that imports my_activation, a module beside it and in other/."""
     for name, function in (("exp", "relu"), ("other", "tanh")):
-        (folder / name).mkdir()
-        (folder / name / "my_activation.py").write_text(f"import torch\n\nof = torch.{function}\n")
-    return changed_trainer(folder / "exp" / "train_my.py", edits.WITH_ACTIVATION)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_activation.py").write_text(f"import torch\n\nof = torch.{function}\n")
+    return changed(edits.WITH_ACTIVATION, name="exp/train_my.py")
 
 
-def test_a_module_of_the_same_name_from_elsewhere_is_named_in_training(data, out, tmp_path):
-    """The copy is of the file as it was when the flags were read, and not seconds later, when torch is imported."""
-    path = write_with_activation(tmp_path)
-    before = path.read_bytes()
-    paths = os.pathsep.join([str(tmp_path / "other"), str(ROOT)])
-    command = [sys.executable, "-P", path, *tiny_flags(data, out, max_steps=1)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+def run_script(path, folder, args):
+    """python -P path args, with this folder in PYTHONPATH."""
+    sys.path.insert(0, str(folder))
+    sys.argv = [str(path), *args]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_a_module_of_the_same_name_from_elsewhere_is_named_in_training(with_activation, tmp_path):
+    [said] = run(run_script, with_activation.path, tmp_path / "other", with_activation.flags("out", max_steps=1))
     other = tmp_path / "other" / "my_activation.py"
-    assert f"my_activation is the module in {other}, and not the one beside train_my.py" in done.stdout, done.stderr
-    [copy] = (out).glob("train_my-*.py")
-    assert copy.read_bytes() == before != path.read_bytes()
+    assert f"my_activation is the module in {other}, and not the one beside train_my.py" in said
+
+
+def test_the_code_of_a_run_is_the_file_as_it_was_when_the_flags_were_read(with_activation, out, tmp_path):
+    """And not as it is seconds later, when torch is imported."""
+    before = with_activation.path.read_bytes()
+    run(run_script, with_activation.path, tmp_path / "exp", with_activation.flags("out", max_steps=1))
+    [copy] = out.glob("train_my-*.py")
+    assert copy.read_bytes() == before != with_activation.path.read_bytes()
 
 
 def train_as_code(path, args):
@@ -259,36 +265,60 @@ def sample_behind(folder, words):
     sample.main(words)
 
 
-def test_with_code_a_module_beside_the_trainer_is_the_one_that_runs(data, out, tmp_path):
-    path = write_with_activation(tmp_path)
-    run(train_as_code, path, tiny_flags(data, out, max_steps=1))
-    words = ["abc", "-m", str(out), "--temperature", "0", "--max-new-tokens", "8", "--code", str(path)]
-    [said] = run(sample_behind, tmp_path / "other", words)
-    assert said == run(sample_behind, tmp_path / "exp", words)[0]
+def test_with_code_a_module_beside_the_trainer_is_the_one_that_runs(with_activation, out, tmp_path):
+    run(train_as_code, with_activation.path, with_activation.flags("out", max_steps=1))
+    words = [
+        "abc",
+        "-m",
+        str(out),
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "8",
+        "--code",
+        str(with_activation.path),
+    ]
+    assert run(sample_behind, tmp_path / "other", words) == run(sample_behind, tmp_path / "exp", words)
+
+
+@pytest.fixture
+def examined(data, tmp_path):
+    """The flags of a short run whose model is examined, on HellaSwag as well."""
+    examples = examples_file(tmp_path, ["abc" * n for n in (1, 7)])
+    return dict(block_size=128, max_steps=1, hellaswag_every=1, hellaswag_data=examples)
 
 
 @pytest.mark.parametrize("name", edits.NOTES)
-def test_what_a_changed_model_cannot_keep_is_said(name, data, out, tmp_path):
-    changes, words = edits.NOTES[name]
-    path = changed_trainer(tmp_path / "train_gpt2.py", changes)
-    options = dict(hellaswag_every=1, hellaswag_data=examples_file(tmp_path, ["abc" * n for n in (1, 7)]))
-    said = edited_run(path, data, out, block_size=128, max_steps=1, **options)
-    assert words in said
+def test_what_a_changed_model_cannot_keep_is_said(name, changed, examined):
+    edit, words = edits.NOTES[name]
+    assert words in changed(edit).train(**examined)
 
 
-def test_a_mistake_in_the_model_shows_as_itself(data, out, tmp_path):
+def test_nothing_of_this_is_said_of_gpt2(data, out, examined):
+    said = train(data, out, **examined)
+    for _, words in edits.NOTES.values():
+        assert words not in said
+    assert "depend on the other rows" not in said
+    assert "there are gradients" not in said
+
+
+def test_a_mistake_in_the_model_shows_as_itself(changed, out):
     """And not as torch.compile's."""
-    path = changed_trainer(tmp_path / "mistake.py", {edits.PROJECTION: edits.PROJECTION.replace("4", "3")})
-    [said] = run(train_changed, path, tiny_flags(data, out, compile=True), ends=[1])
-    assert "shapes cannot be multiplied" in said and f"return {edits.GELU}" in said
-    assert "warning" not in said and not (out).exists()
+    trainer = changed({edits.PROJECTION: edits.PROJECTION.replace("4", "3")})
+    said = trainer.train(compile=True, ends=[1])
+    assert "shapes cannot be multiplied" in said
+    assert f"return {edits.GELU}" in said
+    assert "warning" not in said
+    assert not out.exists()
 
 
-def test_a_parameter_that_no_rank_uses_is_named(data, out, tmp_path):
-    path = changed_trainer(tmp_path / "unused.py", {edits.POSITIONS: "self.transformer.wte(idx)"})
-    said, _ = run(train_changed, path, tiny_flags(data, out), ranks=2, ends=[2, 2])
-    assert "A step does not use 1 parameter, such as transformer.wpe.weight" in error_in(said)
-    assert not (out).exists()
+def test_a_parameter_that_no_rank_uses_is_named(changed, out):
+    error = changed({edits.POSITIONS: "self.transformer.wte(idx)"}).error(ranks=2)
+    assert "A step does not use 1 parameter, such as transformer.wpe.weight" in error
+    assert not out.exists()
+
+
+whole_configure = train_gpt2.configure_optimizers
 
 
 def two_with_one_parameter(model, config):
@@ -303,13 +333,14 @@ def without_positions(model, config):
     return [torch.optim.AdamW(rest, lr=config.max_lr)]
 
 
-whole_configure = train_gpt2.configure_optimizers
+def with_frozen_positions(model, config):
+    model.transformer.wpe.requires_grad_(False)
+    return without_positions(model, config)
 
 
 def test_a_parameter_in_two_optimizers_is_refused(data, out):
     with patched(train_gpt2, "configure_optimizers", two_with_one_parameter):
-        line = "Two optimizers have the parameter transformer.wpe.weight"
-        refused_run(dict(data=data, out_dir=out), line)
+        refused_run(dict(data=data, out_dir=out), "Two optimizers have the parameter transformer.wpe.weight")
 
 
 def test_a_parameter_in_no_optimizer_is_named(data, out):
@@ -320,86 +351,63 @@ def test_a_parameter_in_no_optimizer_is_named(data, out):
 
 def test_a_parameter_in_no_optimizer_does_not_count_in_the_gradient_norm(data, tmp_path):
     """As if it were frozen."""
-
-    def frozen(model, config):
-        model.transformer.wpe.requires_grad_(False)
-        return without_positions(model, config)
-
-    for name, configure in (("missing", without_positions), ("frozen", frozen)):
+    for configure in (without_positions, with_frozen_positions):
         with patched(train_gpt2, "configure_optimizers", configure):
-            train(data, tmp_path / name)
-    assert log_lines(tmp_path / "missing") == log_lines(tmp_path / "frozen")
+            train(data, tmp_path / configure.__name__)
+    assert log_lines(tmp_path / "without_positions") == log_lines(tmp_path / "with_frozen_positions")
 
 
 @pytest.mark.parametrize("line", edits.REFUSED)
-def test_state_that_no_checkpoint_can_hold_is_named_before_the_first_step(line, data, out, tmp_path):
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits.REFUSED[line])
-    assert line in error_of_edited(path, data, out)
-    assert not (out).exists()
+def test_state_that_no_checkpoint_can_hold_is_named_before_the_first_step(line, changed, out):
+    assert line in changed(edits.REFUSED[line]).error()
+    assert not out.exists()
 
 
-def test_adapters_train_over_frozen_weights(data, tmp_path):
+def test_adapters_train_over_frozen_weights(changed, data, tmp_path):
     """They are what the model makes of them, as no weights have them."""
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits.LORA)
     train(data, tmp_path / "base")
-    args = {name: tiny_flags(data, tmp_path / name, init_from=tmp_path / "base") for name in ("whole", "killed")}
-    [said] = run(train_changed, path, args["whole"])
+    trainer = changed(edits.LORA)
+    said = trainer.check_resume(trainer.kill, init_from=tmp_path / "base")
     assert "The weights have nothing called transformer.h.0.mlp.low" in said
-    run(in_changed, path, killed_at, 6, 4, args["killed"], ends=[KILLED])
-    run(train_changed, path, args["killed"])
-    assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
-    before, after = (load_checkpoint(tmp_path / name / "model_00012.pt")["model"] for name in ("base", "whole"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert after["transformer.h.0.mlp.low"].std() > 0.5 and after["transformer.h.0.mlp.up"].any()
+    after = trainer.saved("whole")["model"]
+    for name, weight in trainer.saved("base")["model"].items():
+        assert torch.equal(after[name], weight)
+    assert after["transformer.h.0.mlp.low"].std() > 0.5
+    assert after["transformer.h.0.mlp.up"].any()
 
 
-def test_ranks_that_train_different_models_are_told_after_the_first_step_with_what_differs_most(data, out, tmp_path):
+def test_ranks_that_train_different_models_are_told_after_the_first_step_with_what_differs_most(changed):
     """DDP averages the gradients of those parameters that require one when the run begins."""
-    changes = {
-        "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
-        "    losses = []\n    for micro": "    model.requires_grad_(True)\n    losses = []\n    for micro",
-    }
-    path = changed_trainer(tmp_path / "train_gpt2.py", changes)
-    said, _ = run(train_changed, path, tiny_flags(data, out), ranks=2, ends=[2, 2])
-    assert "After step 0, transformer.wpe.weight is not the same on all ranks" in error_in(said)
-    assert not list((out).glob("model_*.pt"))
+    loop = "    losses = []\n    for micro"
+    frozen = "        self.transformer.wpe.requires_grad_(False)\n"
+    trainer = changed(
+        {edits.HIDDEN_STATES: frozen + edits.HIDDEN_STATES, loop: "    model.requires_grad_(True)\n" + loop}
+    )
+    assert "After step 0, transformer.wpe.weight is not the same on all ranks" in trainer.error(ranks=2)
 
 
-def test_a_branch_whose_settings_change_the_model_is_examined_again(data, tmp_path):
-    changes = {
-        edits.WIDTH: edits.WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
-        f"{edits.POSITIONS}  # (B, T, C)": f"{edits.POSITIONS}  # (B, T, C)\n"
-        "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
-    }
-    path = changed_trainer(tmp_path / "train_gpt2.py", changes)
-    edited_run(path, data, tmp_path / "parent", max_steps=4)
-    options = dict(branch_from=tmp_path / "parent", max_steps=8, flipped=1)
-    said = edited_run(path, data, tmp_path / "branch", **options)
-    assert "With a cache this model computes something else" in said
+def test_a_branch_whose_settings_change_the_model_is_examined_again(changed, tmp_path):
+    trainer = changed(
+        {
+            edits.WIDTH: edits.WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
+            f"{edits.POSITIONS}  # (B, T, C)": f"{edits.POSITIONS}  # (B, T, C)\n"
+            "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
+        }
+    )
+    trainer.train("parent", max_steps=4)
+    said = trainer.train("branch", branch_from=tmp_path / "parent", max_steps=8, flipped=1)
+    assert edits.NO_CACHE in said
 
 
 WEIGHT = "transformer.h.0.attn.c_attn.weight"
-
-
-def write_with_average(folder):
-    return changed_trainer(folder / "train_gpt2.py", edits.recipe("**State of your own.**"))
+AVERAGE = edits.recipe("**State of your own.**")
 
 
 @pytest.fixture(scope="module")
 def averaged(folder):
     """The folder of a run that averages its weights, which nothing interrupts."""
-    path = write_with_average(folder.parent)
-    edited_run(path, folder, folder.parent / "averaged")
+    Changed(folder.parent, folder, AVERAGE).train("averaged")
     return folder.parent / "averaged"
-
-
-@pytest.fixture
-def killed_averaged(folder, tmp_path):
-    """The folder of such a run that was killed in step 6, with the checkpoint of step 4."""
-    path = write_with_average(tmp_path)
-    run(in_changed, path, killed_at, 6, 4, tiny_flags(folder, tmp_path / "killed"), ends=[KILLED])
-    (tmp_path / "killed" / ".lock").unlink()  # a killed process leaves the file, without the lock
-    return tmp_path / "killed"
 
 
 def check_average(out_dir):
@@ -407,7 +415,8 @@ def check_average(out_dir):
     average = checkpoint["own"]["ema"]
     assert average["n_averaged"] == 12
     assert not torch.equal(average[f"module.{WEIGHT}"], checkpoint["model"][WEIGHT])
-    averages, plain = losses(out_dir, "val_ema"), losses(out_dir, "val")
+    averages = losses(out_dir, "val_ema")
+    plain = losses(out_dir, "val")
     assert averages[0] == plain[0]
     assert averages[0] > averages[-1] > plain[-1] + 0.01, "an average lags behind"
 
@@ -416,28 +425,36 @@ def test_an_average_of_the_weights_is_validated_and_saved(averaged):
     check_average(averaged)
 
 
-def test_two_ranks_average_the_weights(folder, out, tmp_path):
-    args = tiny_flags(folder, out)
-    run(train_changed, write_with_average(tmp_path), args, ranks=2, ends=[0, 0])
+def test_two_ranks_average_the_weights(changed, out):
+    changed(AVERAGE).train(ranks=2)
     check_average(out)
 
 
-def test_an_average_of_the_weights_survives_a_kill(averaged, killed_averaged, folder, tmp_path):
-    [said] = run(train_changed, tmp_path / "train_gpt2.py", tiny_flags(folder, killed_averaged))
-    assert log_lines(killed_averaged) == log_lines(averaged)
+@pytest.fixture
+def killed(changed, tmp_path):
+    """A trainer that averages the weights, and its run "killed" that was killed in step 6, after that checkpoint."""
+    trainer = changed(AVERAGE)
+    trainer.kill("killed")
+    (tmp_path / "killed" / ".lock").unlink()  # a killed process leaves the file, without the lock
+    return trainer
+
+
+def test_an_average_of_the_weights_survives_a_kill(averaged, killed, tmp_path):
+    said = killed.train("killed")
+    assert killed.log("killed") == log_lines(averaged)
     assert "before the run was" not in said
 
 
-def test_a_run_whose_checkpoint_has_an_average_does_not_continue_with_code_that_has_none(killed_averaged, folder):
-    before = listing(killed_averaged)
-    refused_run(dict(data=folder, out_dir=killed_averaged), "cannot continue with", "ema")
-    assert listing(killed_averaged) == before
+def test_a_run_whose_checkpoint_has_an_average_does_not_continue_with_code_that_has_none(killed, data, tmp_path):
+    before = listing(tmp_path / "killed")
+    refused_run(dict(data=data, out_dir=tmp_path / "killed"), "cannot continue with", "ema")
+    assert listing(tmp_path / "killed") == before
 
 
-def test_a_branch_continues_the_average_of_its_parents_weights(averaged, folder, tmp_path):
-    args = tiny_flags(folder, tmp_path / "branch", branch_from=averaged / "model_00008.pt")
-    run(train_changed, write_with_average(tmp_path), args)
-    assert log_lines(tmp_path / "branch") == log_lines(averaged)
+def test_a_branch_continues_the_average_of_its_parents_weights(averaged, changed):
+    trainer = changed(AVERAGE)
+    trainer.train("branch", branch_from=averaged / "model_00008.pt")
+    assert trainer.log("branch") == log_lines(averaged)
 
 
 def test_the_records_say_how_to_make_a_model_of_an_average(averaged, tmp_path):
@@ -451,102 +468,94 @@ def test_the_records_say_how_to_make_a_model_of_an_average(averaged, tmp_path):
     assert torch.equal(model.state_dict()[WEIGHT], average[f"module.{WEIGHT}"])
 
 
-def test_float32_state_of_bfloat16_weights_is_not_rounded_on_resume(data, tmp_path):
+def test_float32_state_of_bfloat16_weights_is_not_rounded_on_resume(changed):
     """torch's load_state_dict would make it the weights' dtype."""
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits.MASTER_WEIGHTS)
-    edited_run(path, data, tmp_path / "whole")
-    args = tiny_flags(data, tmp_path / "killed")
-    run(in_changed, path, killed_at, 6, 4, args, ends=[KILLED])
-    run(train_changed, path, args)
-    assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
+    trainer = changed(edits.MASTER_WEIGHTS)
+    trainer.check_resume(trainer.kill)
 
 
-def test_steps_that_are_done_again_are_compared_with_what_they_were(data, out, tmp_path):
+def test_steps_that_are_done_again_are_compared_with_what_they_were(changed):
     """Where the training counts in a global variable, a resumed run is another run, and only its log can tell."""
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits.HIDDEN)
-    args = tiny_flags(data, out, warmup_steps=0)
-    run(in_changed, path, killed_at, 7, 4, args, ends=[KILLED])
-    before = log_lines(out)
-    [said] = run(train_changed, path, args)
-    assert "before the run was stopped, and is" in said and log_lines(out)[: len(before)] != before
+    trainer = changed(edits.HIDDEN)
+    trainer.kill("out", step=7, warmup_steps=0)
+    before = trainer.log("out")
+    said = trainer.train(warmup_steps=0)
+    assert "before the run was stopped, and is" in said
+    assert trainer.log("out")[: len(before)] != before
 
 
-def test_a_number_put_into_scalars_is_logged_as_rank_0_has_it(data, out, tmp_path):
-    changes = {
-        edits.STEPS: '    scalars["before"] = 0.1 + world.rank\n'
-        '    scalars["count"], scalars["large"] = 16_777_217, 1e300\n' + edits.STEPS
-    }
-    path = changed_trainer(tmp_path / "train_gpt2.py", changes)
-    run(train_changed, path, tiny_flags(data, out), ranks=2, ends=[0, 0])
-    for name, text in {"before": "0.1", "count": "16777217", "large": "1e+300"}.items():
-        assert set(read_log(out, name).values()) == {text}
+def before_update(line):
+    return {edits.STEPS: f"    {line}\n{edits.STEPS}"}
+
+
+@pytest.mark.parametrize(
+    "value, text", [("0.1 + world.rank", "0.1"), ("16_777_217", "16777217"), ("1e300", "1e+300")]
+)
+def test_a_number_put_into_scalars_is_logged_as_rank_0_has_it(value, text, changed, out):
+    changed(before_update(f'scalars["mine"] = {value}')).train(ranks=2, max_steps=2)
+    assert set(read_log(out, "mine").values()) == {text}
 
 
 def after_update(line):
     return {edits.AFTER_UPDATE: f"{edits.AFTER_UPDATE}    {line}\n"}
 
 
-def test_a_number_may_be_taken_after_the_update(data, out, tmp_path):
-    line = 'scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)'
-    path = changed_trainer(tmp_path / "train_gpt2.py", after_update(line))
-    edited_run(path, data, out)
-    weight = load_checkpoint(out / "model_00012.pt")["model"]["lm_head.weight"]
+def test_a_number_may_be_taken_after_the_update(changed, out):
+    trainer = changed(after_update('scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)'))
+    trainer.train()
+    weight = trainer.saved("out")["model"]["lm_head.weight"]
     assert losses(out, "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
 
 
 @pytest.mark.parametrize("name", ["train", "val/docs", "val bpb", ""])
-def test_a_name_that_a_number_cannot_have_is_refused(name, data, out, tmp_path):
-    path = changed_trainer(tmp_path / "train_gpt2.py", after_update(f"scalars[{name!r}] = 1"))
-    assert f"{name!r} cannot be the name of a scalar" in error_of_edited(path, data, out)
+def test_a_name_that_a_number_cannot_have_is_refused(name, changed):
+    assert f"{name!r} cannot be the name of a scalar" in changed(after_update(f"scalars[{name!r}] = 1")).error()
 
 
 @pytest.fixture(params=[{}, edits.EDITS["untied"]], ids=["tied", "untied"])
-def with_tokenizers(request, data, tmp_path):
-    """A trainer, a run of it on bytes in "first", and shards of a BPE tokenizer in "other"."""
-    path = changed_trainer(tmp_path / "train_gpt2.py", request.param)
-    edited_run(path, data, tmp_path / "first")
+def with_tokenizers(request, changed, tmp_path):
+    """A trainer, a run of it on bytes in "first", and shards of a BPE tokenizer in "other", where it trains now."""
+    trainer = changed(request.param)
+    trainer.train("first")
     tokenizers.write_encoding(train_small("gpt2"), tmp_path / "small.tiktoken")
     (tmp_path / "text.txt").write_text("abcdefghijklmnop the ponds " * 400)
-    make(tmp_path, str(tmp_path / "text.txt"), name="other", tokenizer=str(tmp_path / "small.tiktoken"))
-    return path
+    make(tmp_path, tmp_path / "text.txt", name="other", tokenizer=str(tmp_path / "small.tiktoken"))
+    trainer.data = tmp_path / "other"
+    return trainer
 
 
 def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(with_tokenizers, tmp_path):
     """Their rows are taken over, whatever their ids; a token that is new begins with the mean."""
     still = dict(init_from=tmp_path / "first", max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
-    [said] = run(train_changed, with_tokenizers, tiny_flags(tmp_path / "other", tmp_path / "second", **still))
+    said = with_tokenizers.train("second", **still)
     assert "Of the 1,000 tokens of small-gpt2, 257 are also of bytes" in said
-    first = load_checkpoint(tmp_path / "first" / "model_00012.pt")["model"]["lm_head.weight"]
-    rows = load_checkpoint(tmp_path / "second" / "model_00001.pt")["model"]["lm_head.weight"]
+    first = with_tokenizers.saved("first")["model"]["lm_head.weight"]
+    rows = with_tokenizers.saved("second", step=1)["model"]["lm_head.weight"]
     assert len(rows) == 1024
+    old_rows = {bytes([i]): first[i] for i in range(256)} | {b"<|endoftext|>": first[256]}
     enc = train_small("gpt2")
     for i in range(1000):
-        token = enc.decode_single_token_bytes(i)
-        expected = first.mean(0)
-        if len(token) == 1:
-            expected = first[token[0]]
-        elif token == b"<|endoftext|>":
-            expected = first[256]
+        expected = old_rows.get(enc.decode_single_token_bytes(i), first.mean(0))
         torch.testing.assert_close(rows[i], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [dict(branch_from="first", max_steps=24), dict(init_from="first", max_steps=0)])
 def test_a_branch_and_an_evaluation_need_the_models_tokenizer(options, with_tokenizers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = tiny_flags("other", "third", vocab_size=1024, **options)
-    [said] = run(train_changed, with_tokenizers, args, ends=[2])
-    assert "have tokenizer small-gpt2, but the model uses bytes" in error_in(said)
+    error = with_tokenizers.error("third", vocab_size=1024, **options)
+    assert "have tokenizer small-gpt2, but the model uses bytes" in error
 
 
-def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed(data, tmp_path):
+def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed(changed):
     """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits.PLATEAU)
-    edited_run(path, data, tmp_path / "whole")
-    args = tiny_flags(data, tmp_path / "killed")
-    run(in_changed, path, killed_at, 6, 4, args, ends=[KILLED])
-    run(train_changed, path, args)
-    assert log_lines(tmp_path / "killed") == log_lines(tmp_path / "whole")
-    states = [load_checkpoint(tmp_path / name / "model_00012.pt")["own"] for name in ("whole", "killed")]
-    assert states[0] == states[1] and states[0]["plateau"]["last_epoch"] == 4
-    edited_run(path, data, tmp_path / "branch", branch_from=tmp_path / "whole" / "model_00008.pt")
-    assert log_lines(tmp_path / "branch") == log_lines(tmp_path / "whole")
+    trainer = changed(edits.PLATEAU)
+    trainer.check_resume(trainer.kill)
+    for out in ("whole", "resumed"):
+        assert trainer.saved(out)["own"]["plateau"]["last_epoch"] == 4
+
+
+def test_an_evaluation_that_counts_counts_once_in_a_branch(changed, tmp_path):
+    trainer = changed(edits.PLATEAU)
+    trainer.train("whole")
+    trainer.train("branch", branch_from=tmp_path / "whole" / "model_00008.pt")
+    assert trainer.log("branch") == trainer.log("whole")

@@ -1,5 +1,7 @@
 """--shard: a model whose weights and optimizer state are shared out over the ranks trains as DDP's does."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from plumbing.run.checkpoint import load_checkpoint
 from plumbing.system import devices
 from safetensors.torch import load_file
 
-from edits import PROJECTION, changed_trainer, train_changed
+from edits import BLOCKS, HIDDEN_STATES, OPTIMIZERS, POSITIONS, PROJECTION, SCALER
 from harness import (
     KILLED,
     assert_same_run,
@@ -19,6 +21,7 @@ from harness import (
     losses,
     patched,
     run,
+    samples,
     tiny_flags,
     train,
 )
@@ -26,6 +29,7 @@ from harness import (
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 OPTIONS = dict(max_steps=6, val_every=3, checkpoint_every=2, keep_checkpoints=9, sample_every=3, keep_best=True)
+OPTIONS |= dict(grad_clip=0.5)  # which every gradient here reaches
 
 
 def train_on(ranks, data, out_dir, **changes):
@@ -34,12 +38,12 @@ def train_on(ranks, data, out_dir, **changes):
     return out_dir
 
 
-def weights(out_dir, step=6):
-    return load_checkpoint(out_dir / f"model_{step:05d}.pt")["model"]
+def weights(out_dir):
+    return load_checkpoint(out_dir / "model_00006.pt")["model"]
 
 
 def assert_close_runs(ours, theirs, atol=1e-5):
-    for stream in ("train", "val"):
+    for stream in ("train", "val", "norm"):
         np.testing.assert_allclose(losses(ours, stream), losses(theirs, stream), rtol=0, atol=atol)
     for one, other in zip(weights(ours).values(), weights(theirs).values(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=20 * atol)
@@ -61,18 +65,16 @@ def sharded_in_96(folder):
     return train_on(2, folder, folder.parent / "sharded_in_96", shard=True, total_batch_size=96)
 
 
-CASES = {
-    "Muon": dict(optimizer="muon"),
-    "bfloat16": dict(dtype="bfloat16"),
-    "float16": dict(dtype="float16"),
-    "activation checkpointing": dict(activation_checkpointing=True),
-    "accumulation": dict(batch_size=1),
-    "clipping": dict(grad_clip=0.1),
-}
-
-
 def test_losses_are_those_of_ddp(ddp, sharded):
+    assert min(losses(ddp, "norm")) > OPTIONS["grad_clip"]
     assert_close_runs(sharded, ddp)
+
+
+CASES = {
+    "Muon and accumulation": dict(optimizer="muon", batch_size=1),
+    "bfloat16 and activation checkpointing": dict(dtype="bfloat16", activation_checkpointing=True),
+    "float16": dict(dtype="float16"),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,72 +84,84 @@ def test_losses_are_those_of_ddp_with(name, folder, tmp_path):
     assert_close_runs(ours, theirs, atol=1e-3 if "float" in name else 1e-5)
 
 
-def test_its_files_are_those_of_ddp(ddp, sharded):
-    for name in ("model_00006.pt", "model_best.pt"):
-        ours, theirs = (torch.load(out / name, weights_only=True) for out in (sharded, ddp))
-        assert ours.keys() == theirs.keys() and ours["model"].keys() == theirs["model"].keys()
-        assert all(type(value) is torch.Tensor for value in ours["model"].values())
-    ours, theirs = (load_file(out / "hf" / "model.safetensors") for out in (sharded, ddp))
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-4)
-    assert (sharded / "samples.txt").read_text() == (ddp / "samples.txt").read_text()
+@pytest.mark.parametrize("name", ["model_00006.pt", "model_best.pt"])
+def test_its_checkpoints_are_those_of_ddp(name, ddp, sharded):
+    ours = torch.load(sharded / name, weights_only=True)
+    theirs = torch.load(ddp / name, weights_only=True)
+    assert ours.keys() == theirs.keys()
+    assert ours["model"].keys() == theirs["model"].keys()
+    assert {type(value) for value in ours["model"].values()} == {torch.Tensor}
 
 
-def test_a_run_that_is_killed_and_resumed_is_the_same_bit_for_bit(sharded, folder, tmp_path):
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | dict(shard=True))
+def test_its_export_is_that_of_ddp(ddp, sharded):
+    ours = load_file(sharded / "hf" / "model.safetensors")
+    for name, weight in load_file(ddp / "hf" / "model.safetensors").items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-4)
+
+
+def test_its_samples_are_those_of_ddp(ddp, sharded):
+    assert samples(sharded) == samples(ddp)
+
+
+def test_a_run_that_is_killed_and_resumed_is_the_same_bit_for_bit(sharded, folder, out):
+    args = tiny_flags(folder, out, **OPTIONS | dict(shard=True))
     run(killed_at, 4, 4, args, ranks=2, ends=[KILLED, KILLED])
-    run(train_gpt2.main, args, ranks=2, ends=[0, 0])
-    assert_same_run(tmp_path / "out", sharded)
+    run(train_gpt2.main, args, ranks=2)
+    assert_same_run(out, sharded)
 
 
-@pytest.mark.parametrize(
-    "ranks, shard, later_ranks, later_shard",
-    [(2, True, 2, False), (2, False, 2, True), (2, True, 0, False), (0, False, 2, True), (2, True, 3, True)],
-    ids=["to DDP", "from DDP", "to one process", "from one process", "to three ranks"],
-)
-def test_a_run_continues_however_its_model_is_shared_out(
-    ranks, shard, later_ranks, later_shard, sharded_in_96, folder, tmp_path
-):
-    args = tiny_flags(folder, tmp_path / "out", **OPTIONS | dict(shard=shard, total_batch_size=96))
-    run(killed_at, 4, 4, args, ranks=ranks, ends=[KILLED] * max(1, ranks))
-    train_on(later_ranks, folder, tmp_path / "out", shard=later_shard, total_batch_size=96)
-    assert_close_runs(tmp_path / "out", sharded_in_96)
+MOVES = {  # ranks and --shard, before a kill and after it
+    "from DDP": ((2, False), (2, True)),
+    "to one process": ((2, True), (0, False)),
+    "to three ranks": ((2, True), (3, True)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_continues_however_its_model_is_shared_out(name, sharded_in_96, folder, out):
+    (ranks, shard), (later_ranks, later_shard) = MOVES[name]
+    args = tiny_flags(folder, out, **OPTIONS | dict(shard=shard, total_batch_size=96))
+    run(killed_at, 4, 4, args, ranks=ranks, ends=[KILLED] * ranks)
+    train_on(later_ranks, folder, out, shard=later_shard, total_batch_size=96)
+    assert_close_runs(out, sharded_in_96)
 
 
 def test_a_branch_of_a_sharded_run_is_that_of_ddp(sharded, ddp, folder, tmp_path):
     changes = dict(max_steps=8, max_lr=1e-3)
-    for name, parent in (("sharded", sharded), ("ddp", ddp)):
-        branch = dict(branch_from=parent / "model_00004.pt", shard=name == "sharded")
-        train_on(2, folder, tmp_path / name, **changes | branch)
+    train_on(2, folder, tmp_path / "sharded", branch_from=sharded / "model_00004.pt", shard=True, **changes)
+    train_on(2, folder, tmp_path / "ddp", branch_from=ddp / "model_00004.pt", **changes)
     np.testing.assert_allclose(losses(tmp_path / "sharded"), losses(tmp_path / "ddp"), rtol=0, atol=1e-5)
 
 
-def test_hellaswag_and_an_evaluation_alone_are_those_of_one_process(sharded, folder, tmp_path):
+def test_an_evaluation_alone_is_that_of_one_process(sharded, folder, tmp_path):
     path = examples_file(tmp_path, ["abc" * n for n in range(1, 6)])
     options = dict(init_from=sharded, max_steps=0, hellaswag_every=1, hellaswag_data=path, sample_every=0)
-    for ranks, shard in ((0, False), (2, True)):
-        train_on(ranks, folder, tmp_path / str(ranks), shard=shard, **options)
+    ours = train_on(2, folder, tmp_path / "two", shard=True, **options)
+    theirs = train_on(0, folder, tmp_path / "one", **options)
     for stream in ("val", "hella"):
-        np.testing.assert_allclose(losses(tmp_path / "2", stream), losses(tmp_path / "0", stream), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(losses(ours, stream), losses(theirs, stream), rtol=0, atol=1e-6)
 
 
-def test_frozen_weights_buffers_and_a_block_that_is_used_three_times_train_as_in_ddp(folder, tmp_path):
-    edits = {
-        PROJECTION: PROJECTION + "        self.norm = nn.BatchNorm1d(config.n_embd)\n"
-        '        self.register_buffer("table", torch.linspace(0, 1, config.n_embd), persistent=False)\n',
-        "    def forward(self, x):\n": "    def forward(self, x):\n"
-        "        x = self.norm(x.flatten(0, 1)).view(x.shape) + self.table\n",
-        "        for block in self.transformer.h:\n": "        first, *others = self.transformer.h\n"
-        "        for block in (first, *others, first, first):\n",
-        "\n    def hidden_states(": "        self.transformer.wpe.requires_grad_(False)\n\n    def hidden_states(",
-    }
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
+ODD = {  # a frozen weight, buffers in no checkpoint, one block that is used twice, positions that no cache allows
+    PROJECTION: PROJECTION + "        self.norm = nn.BatchNorm1d(config.n_embd)\n"
+    '        self.register_buffer("table", torch.linspace(0, 1, config.n_embd), persistent=False)\n',
+    "    def forward(self, x):\n": "    def forward(self, x):\n"
+    "        x = self.norm(x.flatten(0, 1)).view(x.shape) + self.table\n",
+    BLOCKS: "nn.ModuleList([Block(config, 0)] * config.n_layer)",
+    HIDDEN_STATES: "        self.transformer.wpe.requires_grad_(False)\n" + HIDDEN_STATES,
+    POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)",
+}
+
+
+def test_an_odd_model_trains_as_in_ddp(changed, tmp_path):
+    trainer = changed(ODD)
     for name in ("sharded", "ddp"):
-        args = tiny_flags(folder, tmp_path / name, **OPTIONS | dict(shard=name == "sharded"))
-        run(train_changed, path, args, ranks=2, ends=[0, 0])
+        trainer.train(name, ranks=2, **OPTIONS, shard=name == "sharded")
     assert_close_runs(tmp_path / "sharded", tmp_path / "ddp")
+    assert samples(tmp_path / "sharded") == samples(tmp_path / "ddp")
 
 
+NORMALIZED = "        with torch.no_grad():\n            self.c_fc.weight.copy_(F.normalize(self.c_fc.weight))\n"
 REFUSED = {
     "a number alone": ({PROJECTION: PROJECTION + "        self.gain = nn.Parameter(torch.ones(()))\n"}, "scalar"),
     "a block's weight outside of it": (
@@ -157,31 +171,31 @@ REFUSED = {
         },
         "DTensor",
     ),
+    "weights that the forward pass writes": (
+        {"    def forward(self, x):\n": "    def forward(self, x):\n" + NORMALIZED},
+        "writes into transformer.h.0.mlp.c_fc.weight",
+    ),
+    "a copy of the model": (
+        {SCALER: '    own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)\n' + SCALER},
+        "does not support deepcopy",
+    ),
+    "a part of the model": (
+        {SCALER: '    own["norm"] = raw_model.transformer.ln_f\n' + SCALER},
+        "Parts.own['norm'] has shares of the model's weights",
+    ),
+    "an optimizer inside another one": (OPTIMIZERS["Inside"], "needs optimizers whose state_dict() has state"),
 }
 
 
-NORMALIZED = "        with torch.no_grad():\n            self.c_fc.weight.copy_(F.normalize(self.c_fc.weight))\n"
-REFUSED["weights that the forward pass writes"] = (
-    {"    def forward(self, x):\n": "    def forward(self, x):\n" + NORMALIZED},
-    "writes into transformer.h.0.mlp.c_fc.weight",
-)
-OWN = "    scaler = torch.amp"
-REFUSED["a copy of the model"] = (
-    {OWN: '    own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)\n' + OWN},
-    "does not support deepcopy",
-)
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torch_cannot_share_out_is_one_line_before_the_first_step(name, folder, tmp_path):
+def test_what_cannot_be_shared_out_is_one_line_before_the_first_step(name, changed, out):
     edits, words = REFUSED[name]
-    path = changed_trainer(tmp_path / "train_gpt2.py", edits)
-    said, _ = run(train_changed, path, tiny_flags(folder, tmp_path / "out", shard=True), ranks=2, ends=[2, 2])
-    assert words in error_in(said) and "eave --shard out" in error_in(said)
-    assert not list((tmp_path / "out").glob("*"))
+    assert words in changed(edits).error(ranks=2, shard=True)
+    assert not list(out.glob("*"))
 
 
-def test_one_process_has_nothing_to_share_out_and_trains(data, tmp_path):
+def test_one_process_has_nothing_to_share_out(data, tmp_path):
+    """It trains."""
     said = train(data, tmp_path / "out", shard=True)
     train(data, tmp_path / "plain")
     assert "A single process has nobody to share with" in said
@@ -189,21 +203,24 @@ def test_one_process_has_nothing_to_share_out_and_trains(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "shard, words", [(False, "Add --shard: then each of the 2 ranks needs"), (True, "Use a smaller model")]
+    "shard, size, advice",
+    [
+        (False, "30,720.9 GiB here", "Add --shard: then each of the 2 ranks needs 15,360.5 GiB."),
+        (True, "15,360.5 GiB here", "Use a smaller model"),
+    ],
 )
-def test_a_model_that_is_too_large_for_a_rank_is_told_of_shard(shard, words, data, tmp_path):
-    args = tiny_flags(data, tmp_path / "out", n_embd=2**17, n_head=1, n_layer=10, shard=shard)
-    said, _ = run(train_gpt2.main, args, ranks=2, ends=[2, 2])
-    assert "training takes 16 bytes for each parameter" in error_in(said) and words in error_in(said)
+def test_a_model_that_is_too_large_for_a_rank_is_told_of_shard(shard, size, advice, data, out):
+    """Its 10 layers have 12 * 131,072**2 weights each, and 484 * 131,072 others; each takes 16 bytes."""
+    args = tiny_flags(data, out, n_embd=2**17, n_head=1, n_layer=10, shard=shard)
+    error = error_in(run(train_gpt2.main, args, ranks=2, ends=[2, 2])[0])
+    assert size in error
+    assert advice in error
 
 
-CARD = 24e9  # bytes
-
-
-def plan_on_cards(args):
-    """A dry run as on cards of 24 GB, each for one rank."""
-    with patched(devices, "free_memory", lambda *args: CARD):
-        train_gpt2.main(args)
+def plan_on_cards(free, args):
+    """A dry run as on cards with so many free bytes, each for one rank."""
+    with patched(devices, "free_memory", lambda *args: free):
+        train_gpt2.main([*args, "--dry-run"])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +234,15 @@ def plan_on_cards(args):
 def test_a_dry_run_says_whether_gpt2_xl_fits_on_cards_of_24_gb(ranks, shard, memory, advice, tmp_path, monkeypatch):
     """Its 1.56 billion parameters take 16 bytes each: 24.9 GB."""
     monkeypatch.chdir(tmp_path)
-    args = ["--preset", "gpt2-xl", "--device", "cpu", "--dry-run", *(["--shard"] if shard else [])]
-    said = run(plan_on_cards, args, ranks=ranks, ends=[0] * max(1, ranks))[0]
+    args = ["--preset", "gpt2-xl", "--device", "cpu", "--shard" if shard else "--no-shard"]
+    said = run(plan_on_cards, 24e9, args, ranks=ranks)[0]
     assert f"memory:     {memory} for weights, gradients and optimizer" in said
-    assert advice in said and ("more than the 24 GB" in said) == bool(advice)
+    assert advice in said
+    assert ("more than the 24 GB" in said) == bool(advice)
+
+
+@pytest.mark.parametrize("shard, B", [(False, 1), (True, 4)])
+def test_a_rank_has_room_for_more_sequences_beside_a_share_of_the_optimizer_state(shard, B, data, out):
+    """Gradients and moments of 1.7M parameters are 20 MB, of 24, and 10 in shares; a sequence takes under 1 MB."""
+    said = run(plan_on_cards, 24e6, tiny_flags(data, out, n_embd=256, shard=shard), ranks=2)[0]
+    assert re.findall(r"B (\d+) \*", said) == [str(B)]
