@@ -3,9 +3,9 @@
     python contamination.py --data edu_fineweb10B
     python contamination.py --data books --eval examples.jsonl
 
-This searches a folder of shards for 13 tokens in a row of HellaSwag's examples,
-each a context with one of its endings. It compares 64-bit hashes. Memory use
-does not grow with the corpus.
+An example of HellaSwag counts as found if 13 of its tokens are in the shards in
+a row. Its tokens are the context with any of its endings. The search compares
+64-bit hashes, and its memory use does not grow with the corpus.
 """
 
 import os

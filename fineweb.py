@@ -3,7 +3,7 @@ Python's documentation.
 
     python fineweb.py                        10B tokens of FineWeb-Edu
     python fineweb.py --pretokenized 10      1B of them, ready-made
-    python fineweb.py --dataset python-docs --tokenizer bytes  offline
+    python fineweb.py --dataset python-docs --tokenizer bytes  needs no network
     python fineweb.py --dataset HuggingFaceFW/fineweb --config sample-10BT
     python fineweb.py --input books/*.txt --out-dir books
 

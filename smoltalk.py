@@ -315,7 +315,7 @@ class Conversations(preparation.Renderer):
         """A conversation's tokens up to the last answer that fits into a block, and counts of what happened."""
         ids, mask, stop = tokenizers.render_conversation(messages, enc, self.max_length)
         if not stop:
-            return Unusable(f"has no answer within {self.max_length} tokens (--max-length)"), {}
+            return Unusable(f"needs a --max-length above {self.max_length} for its first answer"), {}
         if not any(mask[:stop]):
             return Unusable("has no answer to learn"), {}
         counts = {}

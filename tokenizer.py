@@ -107,7 +107,7 @@ def check_options(options):
         complaints.append("--out is missing. Name the .tiktoken file to write.")
     elif not is_name or not os.access(os.path.dirname(out) or ".", os.W_OK):
         complaints.append(
-            f"--out is {out!r}, but it must be a new .tiktoken file in a folder that you can write to."
+            f"--out is {out!r}, but it must be a new .tiktoken file in an existing, writable folder."
         )
     if not 257 <= options.vocab_size <= tokenizers.MAX_VOCAB:
         complaints.append(

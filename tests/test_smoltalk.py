@@ -250,7 +250,7 @@ def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data
             "is not a conversation: message 1 needs",
         ),
         ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer by the assistant"),
-        (json.dumps({"messages": talk("a", "b" * 64)}), "has no answer within 64 tokens (--max-length)"),
+        (json.dumps({"messages": talk("a", "b" * 64)}), "needs a --max-length above 64 for its first answer"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "has no answer to learn"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "has weight 0.5 in a message"),
         ("3", "is not an object, but 3"),

@@ -183,11 +183,11 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
         Path(name).write_text(content, encoding="utf-8")
     cases = {
         "--input a.txt --out new.tiktoken --vocab-size 256": "must be from 257",
-        "--input none.txt --out new.tiktoken": "For a data set on the hub, use --dataset",
+        "--input none.txt --out new.tiktoken": "To read from the hub, use --dataset",
         "--input empty.txt --out new.tiktoken": "There is no text in",
         "": "--input is missing. Give the files to learn from. --out is missing",
         "--input a.txt --out old.tiktoken": "exists already",
-        "--input a.txt --out \x1b.tiktoken": "a folder that you can write to",
+        "--input a.txt --out \x1b.tiktoken": "an existing, writable folder",
     }
     before = listing(tmp_path)
     for words, said in cases.items():

@@ -102,8 +102,8 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
     if not kept:
         wrong = f"{left_out[-1]} is not read as input" if names else f"No file matches {pattern}"
         raise UserError(
-            f"{wrong}. Give {supported_files(types)}. For a data set on the hub, use --dataset OWNER/NAME (in "
-            "fineweb.py and smoltalk.py). Download other files first: curl -LO ADDRESS."
+            f"{wrong}. Give {supported_files(types)}. To read from the hub, use --dataset OWNER/NAME (in "
+            "fineweb.py and smoltalk.py). From another server, download it first: curl -LO ADDRESS."
         )
     if left_out:
         console.note(f"{len(left_out)} of {len(names)} files in {pattern} are left out, such as {left_out[0]}.")

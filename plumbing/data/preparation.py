@@ -517,7 +517,7 @@ def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, *, counts: Co
     if not len(whole.ids):
         if counts.first:
             raise UserError(f"No row can be used. {explain(*counts.first, renderer.advice)}")
-        raise UserError("The input contains no text. Check --input and --text-column.")
+        raise UserError("The input contains no text. Check --input and, in fineweb.py, --text-column.")
     tenth = math.ceil(len(whole.ids) / 10)
     starts = np.flatnonzero(whole.ids == eot)[1:]
     if not len(starts) and renderer.masks:

@@ -148,7 +148,7 @@ def explain_bytes(error: UnicodeDecodeError, suffix: str) -> str:
     if sum(char > "\x7f" for char in text) > 2 * text.count("\ufffd"):
         guess = "The rest is UTF-8"
         command = "iconv -f UTF-8 -t UTF-8 -c"
-    return f"is not UTF-8 text: it has {found}. {guess}. Unpack and convert it: {command} FILE > NEW{suffix}"
+    return f"is not UTF-8 text: it has {found}. {guess}. Convert it (unpacked): {command} FILE > NEW{suffix}"
 
 
 # ----- Columns ------------------------------------------------------------------------------------------
