@@ -1,4 +1,4 @@
-"""What the ranks compute together, whether each has a whole model or its share of one."""
+"""Computations that the ranks share, whether each of them holds the full model or a shard."""
 
 import math
 from collections.abc import Callable
@@ -11,9 +11,9 @@ import torch.distributed as dist
 def map_over_ranks(
     function: Callable[[torch.Tensor], torch.Tensor], stacks: torch.Tensor, *, rows: int
 ) -> torch.Tensor:
-    """Replace each matrix (rows, cols) in stacks (n, k * rows, cols) by function(matrices), computed on one rank.
+    """Apply a function to each matrix (rows, cols) in stacks (n, k * rows, cols). Each is computed on one rank.
 
-    function takes any number of matrices (m, rows, cols) and treats each alike.
+    function takes any number of matrices (m, rows, cols) and treats each of them independently.
     """
     if type(stacks) is not torch.Tensor:  # the stacks of a sharded model
         from plumbing.system import sharding  # takes a second to import
@@ -28,24 +28,24 @@ def map_over_ranks(
 
 
 def map_shares(function: Callable[[torch.Tensor], torch.Tensor], matrices: torch.Tensor) -> torch.Tensor:
-    """function(matrices), of which each rank computes its share."""
+    """function(matrices). Each rank computes a share, and all ranks get everything."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     per_rank = math.ceil(len(matrices) / world_size)
     padding = matrices.new_zeros(per_rank * world_size - len(matrices), *matrices.shape[1:])
     padded = torch.cat([matrices, padding])
     local = function(padded[rank * per_rank : (rank + 1) * per_rank]).contiguous()
     mapped = local.new_empty(padded.shape)
-    # its name since torch 2.13, where the earlier one warns
+    # the name since torch 2.13, which warns about the earlier one
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(mapped, local)
     return mapped[: len(matrices)]
 
 
 def whole_model(model: Any) -> Any:
-    """The model itself or, if it is sharded, a whole copy in evaluation mode. All ranks must call this.
+    """The model itself or, if it is sharded, a full copy in evaluation mode. All ranks must call this.
 
-    With the copy a rank computes without the others. In the sharded model, FSDP would expect the same forward passes of
-    all ranks.
+    With the copy, a rank can compute without the others. With the sharded model, FSDP expects the same forward passes
+    on all ranks.
     """
     if class_of(model) is type(model):
         return model
@@ -55,6 +55,6 @@ def whole_model(model: Any) -> Any:
 
 
 def class_of(model: Any) -> type:
-    """The model's class before fully_shard has made another one of it: FSDPGPT is an FSDPModule and a GPT."""
+    """The model's class without FSDP: fully_shard replaces GPT with FSDPGPT, a subclass of FSDPModule and GPT."""
     model_class = type(model)
     return model_class.__bases__[1] if hasattr(model, "unshard") else model_class

@@ -1,4 +1,4 @@
-"""What this machine has: devices, dtypes, attention kernels, memory, and the peak of its GPU."""
+"""This machine's devices, dtypes, attention kernels and memory, and the peak FLOP/s of its GPU."""
 
 import contextlib
 import math
@@ -18,9 +18,9 @@ from plumbing.system.limits import memory_limits, num_cores
 
 
 def choose_device(name: str) -> str:
-    """The device called `name`, or for "auto" the best on this machine. Raises UserError if it cannot be used.
+    """The device called `name`; for "auto", the best one on this machine. UserError if torch cannot use it.
 
-    Also lowers torch's number of threads to a container's quota of cores: more would only wait for one another.
+    Also limits torch's threads to the cores of a container, because more would only wait for each other.
     """
     typed = name
     name = re.sub("^gpu", "cuda", name)
@@ -36,7 +36,7 @@ def choose_device(name: str) -> str:
     if name not in known:
         raise UserError(
             f"PyTorch {torch.__version__} finds no device {typed!r} on this machine. Leave --device out, or choose "
-            f"from {', '.join(known)}. requirements.txt names the builds of PyTorch for GPUs."
+            f"from {', '.join(known)}. requirements.txt says which build of PyTorch supports which GPU."
         )
     if name.startswith("cuda"):
         check_kernels(name)
@@ -45,18 +45,18 @@ def choose_device(name: str) -> str:
 
 
 def look_for_gpu() -> None:
-    """Say so if there is a GPU that torch cannot use: it may be built without CUDA, or for a newer driver."""
+    """Print a note if torch cannot use this machine's GPU: it may be built without CUDA, or for a newer driver."""
     gpus = output_of("nvidia-smi", "--list-gpus")
     if re.search("^GPU [0-9]", gpus, re.M) and "CUDA_VISIBLE_DEVICES" not in os.environ:
         note(
-            f"This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it, so the CPU is used. "
-            "requirements.txt names the builds of PyTorch.",
+            f"This machine has an NVIDIA GPU, but PyTorch {torch.__version__} cannot use it and runs on the CPU. "
+            "requirements.txt says which build of PyTorch supports which GPU.",
             file=sys.stderr,
         )
 
 
 def check_kernels(device: str) -> None:
-    """Raise UserError if this build of torch has no kernels for a GPU, which torch only warns of."""
+    """Raise UserError if this build of torch has no kernels for a GPU. torch itself only warns."""
     major, minor = torch.cuda.get_device_capability(device)
 
     def runs(kind: str, kernel_major: str, kernel_minor: str) -> bool:
@@ -75,11 +75,11 @@ def check_kernels(device: str) -> None:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> float:
-    """Free bytes on a GPU, or on the machine within its container's limit; infinite if nothing says how many."""
+    """Free bytes on a GPU, or in RAM within the container's limit; infinite if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for reuse
         return torch.cuda.mem_get_info(device)[0] + cached
-    meminfo = root / "proc/meminfo"  # only Linux has it
+    meminfo = root / "proc/meminfo"  # only Linux has it; elsewhere all RAM counts as free
     free = math.inf
     if meminfo.exists():
         free = 1024 * int(re.findall("MemAvailable: *([0-9]+)", meminfo.read_text())[0])
@@ -89,9 +89,9 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> float:
 
 
 def choose_dtype(name: str, device: torch.device, is_wide: bool = False) -> str:
-    """The dtype called `name`, or for "auto" the best for this device. UserError if the device lacks it.
+    """The dtype called `name`; for "auto", the best one for this device. UserError if the device lacks it.
 
-    is_wide: whether the model is wide enough for bfloat16 to be faster on a CPU that has instructions for it.
+    is_wide: whether the model is so wide that bfloat16 is faster on a CPU with instructions for it.
     """
     half = "bfloat16"
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
@@ -102,20 +102,20 @@ def choose_dtype(name: str, device: torch.device, is_wide: bool = False) -> str:
     if (name == "bfloat16" and half != name) or (name == "fp8" and not has_float8(device)):
         raise UserError(
             f"This device does not support --dtype {name}. NVIDIA GPUs support bfloat16 from Ampere on, and fp8 from "
-            f"Ada and Hopper on. Leave --dtype out; a run that began in {name} continues here only as a branch: "
+            f"Ada and Hopper on. Leave --dtype out. A run that began in {name} can continue here only as a branch: "
             f"--branch-from RUN --out-dir NEW --dtype {half}"
         )
     return name
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether a device can multiply float8 matrices. On a CPU, torch's kernel is called to find out."""
+    """Whether a device can multiply float8 matrices. On a CPU, this tries torch's kernel."""
     if device.type == "cuda":
-        # AMD's MI300, with capability 9.4, has another float8; nobody has tried it
+        # AMD's MI300 (capability 9.4) has another float8 format, which nobody has tried
         return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
     if device.type != "cpu":
         return False
-    # until torch has asked the processor what it has, it uses another kernel
+    # before this call, torch does not know the processor's instructions and uses another kernel
     torch.cpu._is_avx512_bf16_supported()
     ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
     scale = torch.ones(())
@@ -126,9 +126,9 @@ def has_float8(device: torch.device) -> bool:
     return True
 
 
-# TFLOP/s of dense matmuls on tensor cores in bfloat16 (V100 and T4: float16) with float32 accumulation, by PyTorch's
-# names for the GPUs without the brand. Most are from NVIDIA's datasheets. These print twice as much where they count
-# sparse matrices (a star says so) or, for GeForce cards, accumulation in float16
+# peak TFLOP/s of tensor cores for dense matmuls in bfloat16 (V100 and T4: float16) with float32 accumulation. The keys
+# are PyTorch's names of the GPUs without the brand. Most numbers are from NVIDIA's datasheets, which print twice as
+# much for sparse matrices (marked by a star) and, for GeForce cards, for accumulation in float16
 PEAK_TFLOPS = {
     "V100-SXM2-16GB, V100-SXM2-32GB": 125,
     "V100-PCIE-16GB, V100-PCIE-32GB": 112,
@@ -155,7 +155,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak in FLOP/s of the GPU that torch.cuda.get_device_name calls device_name; None if it is not known."""
+    """The peak FLOP/s of a GPU, by its name from torch.cuda.get_device_name; None if unknown."""
     # names must match exactly: an L40 is not an L4, and a MIG slice is only a part of a GPU
     name = re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", device_name)
     for names, peak in PEAK_TFLOPS.items():
@@ -172,7 +172,7 @@ FUSED_ATTENTION = {  # by torch's names; the unfused kernel is always enabled
 
 
 def enabled_attention(device_type: str) -> list[str]:
-    """The fused attention kernels that this process may use on such a device."""
+    """The fused attention kernels that this process may use on this type of device."""
     kernels = FUSED_ATTENTION if device_type == "cuda" else ("flash",)
     return [name for name in kernels if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
 
@@ -184,7 +184,7 @@ def disable_attention(*kernels: str) -> None:
 
 
 def seed_random_numbers(seed: int, *more: int) -> None:
-    """Seed the generators of torch, numpy and Python itself with one number or several."""
+    """Seed the random number generators of torch, numpy and Python with one number or several."""
     if more:
         seed = int(np.random.SeedSequence([seed, *more]).generate_state(1)[0])
     torch.manual_seed(seed)
@@ -193,7 +193,7 @@ def seed_random_numbers(seed: int, *more: int) -> None:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """The state of torch's random numbers on the CPU and on this device."""
+    """The state of torch's random number generators on the CPU and on this device."""
     state = torch.get_rng_state()
     if device.type == "cuda":
         state = torch.cat([state, torch.cuda.get_rng_state(device)])
@@ -202,7 +202,7 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 @contextlib.contextmanager
 def exact_matmuls() -> Iterator[None]:
-    """Context in which float32 matmuls are not TF32."""
+    """Context in which float32 matmuls do not use TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -213,7 +213,7 @@ def exact_matmuls() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
-    """Context that restores the precision of matmuls and the enabled attention kernels when it ends."""
+    """Context of exact matmuls. When it ends, it restores their precision and the enabled attention kernels."""
     enabled = enabled_attention("cuda")
     try:
         with exact_matmuls():

@@ -1,4 +1,4 @@
-"""An output layer whose matmuls are in float8, which run at twice the rate of bfloat16 (Micikevicius et al. 2022)."""
+"""An output layer that multiplies in float8, at twice the rate of bfloat16 (Micikevicius et al. 2022)."""
 
 import torch
 import torch.nn as nn
@@ -7,10 +7,10 @@ from plumbing.cli.console import UserError
 
 
 class Float8Linear(nn.Linear):
-    """Takes the place of a linear layer and shares its weight, whose gradients stay in float32.
+    """Replaces a linear layer and shares its weight. The weight's gradients stay in float32.
 
-    Where gradients are enabled, as in training and validation, both passes multiply in float8: inputs and weight in
-    e4m3 (4 bits of exponent, 3 of mantissa), gradients in e5m2. Elsewhere the layer is the one that it replaces.
+    While gradients are enabled, as in training and validation, both passes multiply in float8: inputs and weight in
+    e4m3 (4 bits of exponent, 3 of mantissa), gradients in e5m2. Otherwise this is an ordinary linear layer.
     """
 
     def __init__(self, layer: nn.Linear):
@@ -33,14 +33,15 @@ class Float8Linear(nn.Linear):
 
 
 class Float8Matmul(torch.autograd.Function):
-    """x @ weight.T in bfloat16, for x (N, C) and weight (V, C), of which each size must be a multiple of 16."""
+    """x @ weight.T in bfloat16, for x (N, C) and weight (V, C). Each size must be a multiple of 16."""
 
     @staticmethod
     def forward(ctx, x, weight):
         if any(size % 16 for size in (*x.shape, *weight.shape)):
             raise UserError(
-                f"--dtype fp8 needs multiples of 16, but the output layer multiplies {tuple(x.shape)} by "
-                f"{tuple(weight.shape)}: tokens of a micro-batch, channels, ids. Change these, or leave --dtype out."
+                f"--dtype fp8 needs sizes that are multiples of 16, but the output layer multiplies {tuple(x.shape)} "
+                f"(tokens of a micro-batch, channels) by {tuple(weight.shape)} (ids, channels). Change these sizes, or "
+                "leave --dtype out."
             )
         x, x_scale = to_float8(x, torch.float8_e4m3fn)
         weight, weight_scale = to_float8(weight, torch.float8_e4m3fn)
@@ -62,6 +63,6 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def to_float8(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor in a float8 dtype, and the scale that undoes it: the largest value becomes the dtype's largest."""
+    """(the scaled tensor, the factor that undoes the scaling). The largest value becomes the largest of the dtype."""
     scale = tensor.abs().amax().float().clamp(min=1e-30) / torch.finfo(dtype).max
     return (tensor / scale).to(dtype), scale

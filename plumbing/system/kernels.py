@@ -61,7 +61,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
 
 
 def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
-    """Context without cuDNN's attention, which would build a kernel for each shape of the inputs."""
+    """Context without cuDNN's attention, which would build a kernel for each input shape."""
     others = [FUSED_ATTENTION[name] for name in enabled_attention("cuda") if name != "cudnn"]
     return sdpa_kernel([*others, SDPBackend.MATH])
 
@@ -72,7 +72,7 @@ def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # 4 MB in float32, which fit into a CPU's caches; 2**18 is as fast, 2**22 is 5% slower
 LOGITS_IN_CHUNK = 2**20
-LOGITS_IN_CHUNK_ON_GPU = 2**25  # 128 MB, whose kernels take longer than their launch
+LOGITS_IN_CHUNK_ON_GPU = 2**25  # 128 MB: a kernel takes longer than its launch
 
 
 def in_chunks(loss: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

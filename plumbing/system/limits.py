@@ -1,4 +1,4 @@
-"""The cores and the memory that this process may use: its affinity, and the limits of its Linux control groups."""
+"""The cores and the memory that this process may use, by its CPU affinity and its Linux control groups."""
 
 import math
 import os
@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")  # tests have another one
+ROOT = Path("/")  # tests use another one
 
 
 def num_cores(root: Path = ROOT) -> int:
-    """The cores that the affinity and the quotas of the control groups allow."""
+    """The number of cores that the CPU affinity and the control groups' quotas allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for group in control_groups("cpu", root):
@@ -22,7 +22,7 @@ def num_cores(root: Path = ROOT) -> int:
 
 
 def memory_limits(root: Path = ROOT) -> list[int]:
-    """The limits in bytes of the control groups, each for all its processes together."""
+    """The memory limits of the control groups in bytes. All processes in a group share its limit."""
     limits = []
     for group in control_groups("memory", root):
         limits += [read(group / "memory.max"), read(group / "memory.limit_in_bytes")]
@@ -30,15 +30,15 @@ def memory_limits(root: Path = ROOT) -> list[int]:
 
 
 def control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of this process's control group and of the groups that contain it, in versions 2 and 1."""
+    """The folders of this process's control group and of the groups that contain it, for versions 2 and 1."""
     lines = read(root / "proc/self/cgroup") or "0::/"
     for names, group in re.findall("(?m)^[0-9]+:(.*?):(.*)$", lines):
         mounts = [names, controller] if controller in names.split(",") else []
         if not names:
-            mounts = [".", "unified"]  # version 2 has one tree, in this folder if version 1 is there as well
+            mounts = [".", "unified"]  # version 2 has one tree; beside version 1, it is in unified/
         for mount in mounts:
             top = root / "sys/fs/cgroup" / mount
-            # a container may see its own group as the root of the tree, without the levels that its name has
+            # a container may see its own group as the root of the tree, without the parents in its name
             folder = top / group.strip("/")
             yield from (level for level in (folder, *folder.parents) if level.is_relative_to(top))
 
