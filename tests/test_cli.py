@@ -158,7 +158,7 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypa
     assert usage.startswith("usage: ")
     for preset in train_gpt2.PRESETS:
         assert re.search(rf"^    {preset} +\w", description, re.MULTILINE), "a line of its own"
-    for heading in ("the machine", "evaluation and output", "the model", "the data", "the schedule", "the optimizer"):
+    for heading in ("data folders", "evaluation", "the model", "the data", "the schedule", "the optimizer"):
         assert f"\n\n{heading}" in explained
     entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", explained)]
     for name, value in dataclasses.asdict(train_gpt2.PRESETS["quickstart"]).items():

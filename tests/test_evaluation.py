@@ -209,7 +209,7 @@ def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path)
     status, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run=TRUE", "--dry-run=true")
     assert status == 0 and listing(tmp_path) == before
     assert "\ndata:       4,688 training tokens; the run reads 3,072: 0.66 passes\n" in printed
-    assert "\nvalidation: 1,984 of 1,984 tokens, from all of the split; tokenizer bytes\n" in printed
+    assert "\nvalidation: 1,984 of 1,984 tokens, drawn from all of them; tokenizer: bytes\n" in printed
     assert "\nstep:       128 tokens = B 2 * T 16 *" in printed
     assert printed_commands(printed)[-1][2:] == args
 
@@ -220,7 +220,7 @@ def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     status, printed, _ = refusal_of(train_gpt2.main, *tiny_flags("none", "new/log", dry_run=True))
     assert status == 0 and "\ndata:       none yet in none; the run reads 1,536 tokens\n" in printed
-    assert "\nassumed:    a tokenizer of at most 50,304 ids, and data enough\n" in printed
+    assert "\nassumed:    a tokenizer of at most 50,304 ids, and enough data\n" in printed
     # 2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)
     assert printed.startswith("model:      1,636,224 parameters")
     # bytes, which are made where the preset's own folder is missing

@@ -127,7 +127,7 @@ def test_no_code_in_a_pickle_is_run(hf, tmp_path):
     torch.save({"x": Touch(tmp_path / "touched")}, hf / "pytorch_model.bin")
     read(hf)  # the file beside it
     (hf / "model.safetensors").unlink()
-    assert "perhaps of code, which is never run" in refusal(load_huggingface, hf)
+    assert "perhaps code, which is never run" in refusal(load_huggingface, hf)
     assert not (tmp_path / "touched").exists()
 
 
@@ -192,7 +192,7 @@ def test_a_token_that_was_added_to_gpt2s_only_needs_a_row_of_the_embedding(no_ta
 def test_another_tokenizer_than_gpt2s_is_refused(no_tables):
     change_tokenizer(no_tables, 257, a=98, b=97)
     told = refusal(load_tokenizer, no_tables, dict(vocab_size=257))
-    assert "Only GPT-2's and those of this program are read" in told
+    assert "This program reads only GPT-2's and those that it wrote" in told
 
 
 def test_a_damaged_tokenizer_is_refused(no_tables):
@@ -312,7 +312,7 @@ DEPENDS_ON = {
 
 def refused_export(model, hf):
     line = refusal(export_huggingface, model, BYTES, hf)
-    assert "no GPT-2 any more: transformers computes other logits from its weights, first at token" in line
+    assert "no longer a GPT-2: transformers computes other logits from its weights, first at token" in line
     assert not hf.exists()
 
 

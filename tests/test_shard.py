@@ -226,7 +226,7 @@ def plan_on_cards(free, args):
 @pytest.mark.parametrize(
     "ranks, shard, memory, advice",
     [
-        (0, False, "25 GB", "With --shard and several GPUs, each has its share."),
+        (0, False, "25 GB", "With --shard, several GPUs share it."),
         (2, False, "25 GB", "With --shard, each of 2 ranks needs 12 GB."),
         (2, True, "12 GB", ""),
     ],

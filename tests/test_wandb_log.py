@@ -137,7 +137,7 @@ def test_a_branch_is_another_run_with_its_parents_curve(data, out_dir, tmp_path,
 def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path, wandb):
     wandb.configure_mock(**{f"{trouble}.side_effect": RuntimeError("no more space\nat the server")})
     out = train(data, tmp_path / "run", wandb="gpt2")
-    assert out.count("warning: ") == 1 and "has failed (RuntimeError: no more space)." in out
+    assert out.count("warning: ") == 1 and "failed (RuntimeError: no more space)." in out
     assert len(read_log(tmp_path / "run")) == 12
 
 

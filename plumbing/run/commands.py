@@ -11,7 +11,7 @@ from plumbing.data.tokenizers import has_chat_tokens
 from plumbing.run import source_code
 from plumbing.system.distributed import environment_number
 
-Command = list[Any]  # words, and groups of words (flag, value, ...), as print_next takes them
+Command = list[Any]  # words, and tuples (flag, value, ...), for print_next
 
 
 def launcher() -> list[str]:
@@ -56,7 +56,7 @@ def sample_command(source: str, enc: Any, prompt: str, *, code: Path | None = No
 
 
 def print_next_commands(config: Any, enc: Any) -> None:
-    """Print two commands to run after training: one shows what the model has learned, one trains it for longer."""
+    """Print two commands to run after training: one samples from the model, one trains it for longer."""
     config_class = type(config)
     sample = sample_command(config.out_dir, enc, config.sample_prompt, code=source_code.file_of(config_class))
     longer = {

@@ -1,9 +1,10 @@
-"""Compare ideas by runs with several seeds: which is better, by how much, and is that more than noise between seeds?
+"""Compare ideas over several seeds: which is better, and is that more than noise?
 
     python -m plumbing.run.compare "log/gelu-*" "log/relu2-*"
 
-Each pattern names a group of finished runs that differ only in their seed, which is checked. The other groups are
-compared with the first one, seed by seed, by the last validation loss or by another --stream.
+Each pattern names a group of finished runs. They may differ only in their seed,
+which is checked. The other groups are compared with the first one, seed by seed,
+by the last validation loss or by another --stream.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from plumbing.cli.console import UserError, plain
 class Options:
     # one pattern for each group of runs, in quotes
     groups: Annotated[tuple[str, ...], "positional"] = ()
-    # the number in log.txt to compare: train, val_bpb, hella, val/NAME for one of several data folders, or your own
+    # the number in log.txt to compare: val, val_bpb, train, hella, val/NAME for one of several folders, or your own
     stream: str = "val"
 
 
@@ -37,10 +38,10 @@ from plumbing.run.options import RunOptions, names_of
 
 # settings that do not change the loss, or that another fact covers
 IGNORED = names_of(RunOptions) | {"preset", "seed", "branch_from"}
-# which of two values is better, in the streams where this is known
+# the better of two values, in the streams where this is known
 BETTER = {"val": "lower", "val_bpb": "lower", "train": "lower", "hella": "higher"}
 MEASURED_ON = "what they are measured on"
-# the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one also stands for more
+# the 0.975 quantiles of Student's t distribution with 1, 2, ... degrees of freedom; the last one serves for more
 T_975 = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23]
 
 
@@ -49,7 +50,7 @@ class Group:
     """Finished runs that differ only in their seed."""
 
     name: str  # the pattern that matches them
-    stream: str  # the number by which they are compared
+    stream: str  # the number that is compared
     runs: dict[int, Logged] = dataclasses.field(default_factory=dict)  # by seed
     ends: dict[int, float] = dataclasses.field(default_factory=dict)  # {seed: the stream's last value}
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # everything that may change these values
@@ -80,7 +81,7 @@ def facts_of(run: Logged, stream: str) -> dict[str, Any]:
     config["data_weights"] = [round(weight / sum(weights), 9) for weight in weights]
     # {folder: fingerprints of its training and validation data}
     data = run.fact("fingerprints", {"": [config["data"], config["data"]]})
-    # more than one version if the code was changed between two starts; a record's run.txt has the script's name alone
+    # more than one version if the code was changed between two starts; a record's run.txt has only the script's name
     code = [start["code"] for start in run.starts if "code" in start]
     if not code:
         code = re.findall(r"[^\s/]+\.py", run.fact("command", ""))[:1]
@@ -96,7 +97,7 @@ def facts_of(run: Logged, stream: str) -> dict[str, Any]:
 
 
 def measured_on(config: dict[str, Any], data: dict[str, Any], stream: str) -> Any:
-    """The tokens or examples from which a stream is measured; None for your own numbers, of which only you know."""
+    """The tokens or examples that a stream is measured on; None for your own numbers, because only you know."""
     kind, _, folder = stream.partition("/")
     if kind == "hella":
         return config["hellaswag_limit"]
@@ -113,7 +114,7 @@ def measured_on(config: dict[str, Any], data: dict[str, Any], stream: str) -> An
 def read_facts(run: Logged, stream: str) -> tuple[int, dict[str, Any]]:
     """(seed, facts) of a finished run; UserError says why it cannot be compared."""
     if stream not in run.streams:
-        raise UserError(f"its log has no {stream}, but has {', '.join(run.streams) or 'nothing'}")
+        raise UserError(f"its log has no {stream}, only {', '.join(run.streams) or 'nothing'}")
     try:
         seed = operator.index(run.config["seed"])
         max_steps = operator.index(run.config["max_steps"])
@@ -125,12 +126,12 @@ def read_facts(run: Logged, stream: str) -> tuple[int, dict[str, Any]]:
     is_of_a_step = kind == "train" or kind not in BETTER  # an evaluation comes after the last step
     last_step = max_steps - 1 if is_of_a_step else max_steps
     if steps[-1] < last_step:
-        raise UserError(f"its last {stream} is of step {steps[-1]:,} of {max_steps:,}")
+        raise UserError(f"its last {stream} is at step {steps[-1]:,} of {max_steps:,}")
     return seed, facts
 
 
 def read_group(pattern: str, stream: str = "val") -> Group:
-    """The finished runs that match a pattern. Others are named and left out.
+    """The finished runs that match a pattern. Other runs are left out, with a message.
 
     UserError if the runs differ in more than their seed.
     """
@@ -150,7 +151,7 @@ def read_group(pattern: str, stream: str = "val") -> Group:
         if seed in group.runs:
             other = group.runs[seed]
             check_repeat(run, other, stream)
-            print(f"{plain(run.folder)} repeats {plain(other.folder)}, seed included, and is not counted again.")
+            print(f"{plain(run.folder)} repeats {plain(other.folder)} with the same seed, so it is not counted.")
             continue
         group.facts = facts
         group.runs[seed] = run
@@ -163,7 +164,7 @@ def read_group(pattern: str, stream: str = "val") -> Group:
 
 
 def check_repeat(run: Logged, other: Logged, stream: str) -> None:
-    """UserError unless two runs with the same seed and the same facts have the same losses."""
+    """Raise UserError unless two runs with the same seed and the same facts have the same losses."""
     for name in (stream, "train"):
         if name not in run.streams or name not in other.streams:
             continue
@@ -175,16 +176,16 @@ def check_repeat(run: Logged, other: Logged, stream: str) -> None:
             raise UserError(
                 f"{run.folder} and {other.folder} have the same settings, code and seed, but end at {end} and "
                 f"{others_end} ({name}). Something that is not recorded was different, such as the machine or a "
-                "function replaced in memory: give each of them its own pattern."
+                "function replaced in memory. Give each of them its own pattern."
             )
 
 
 def read_tables(patterns: Sequence[str], stream: str = "val") -> list[list[Group]]:
-    """The groups of these patterns, in one list for each data set on which they are measured."""
+    """The groups of these patterns, in one list for each data set that they are measured on."""
     tables: dict[str, list[Group]] = {}
     for pattern in patterns:
         group = read_group(pattern, stream)
-        # bits per byte can be compared where the text is the same, which only the user knows
+        # bits per byte can be compared if the text is the same, and only the user knows that
         key = "" if kind_of(stream) == "val_bpb" else json.dumps(group.facts[MEASURED_ON])
         tables.setdefault(key, []).append(group)
     return [*tables.values()]
@@ -196,7 +197,7 @@ def differences(*facts: dict[str, Any]) -> list[str]:
     return [name for name in names if any(each.get(name) != facts[0].get(name) for each in facts)]
 
 
-# ----- What they show -----------------------------------------------------------------------------------
+# ----- Results ------------------------------------------------------------------------------------------
 
 
 def difference(base: Group, other: Group) -> tuple[float, float, int]:
@@ -214,7 +215,7 @@ def difference(base: Group, other: Group) -> tuple[float, float, int]:
 
 
 def verdict(base: Group, other: Group) -> str:
-    """One sentence on what the seeds show about `other`, compared with `base`."""
+    """Say whether `other` is better than `base`, as far as the seeds show it."""
     if not np.isfinite([base.mean, other.mean]).all():
         return f"{other.name} and {base.name} cannot be compared, because one of their runs has diverged."
     mean, half, n = difference(base, other)
@@ -224,7 +225,7 @@ def verdict(base: Group, other: Group) -> str:
     side = "above" if mean > 0 else "below"
     text = f"{other.name} ends {abs(mean):.4f} {side} {base.name}"
     if n == 1:
-        return f"{text} with one seed. That shows nothing, because another seed also moves a loss: run three or more."
+        return f"{text} with one seed. That shows nothing, because another seed moves a loss as well. Run three."
     text += f" (95% interval {mean - half:+.4f} to {mean + half:+.4f}, {n} seeds)"
     if abs(mean) <= half:
         return f"{text}. Seeds alone may do that: neither is shown to be better."
@@ -236,7 +237,7 @@ def verdict(base: Group, other: Group) -> str:
 
 
 def report(groups: Sequence[Group]) -> Iterator[str]:
-    """What the groups of one table show, line by line."""
+    """Yield the lines of a table: each group's mean, then its difference from the first group."""
     different = differences(*(group.facts for group in groups))
     if MEASURED_ON in different:
         yield "note: These are not measured on the same tokens. Lower is better only if their text is the same."
@@ -263,9 +264,9 @@ def main(args=None):
     print("\n\n".join("\n".join(report(groups)) for groups in tables))
     if len(tables) > 1:
         print(
-            "\nThese tables cannot be compared with each other: they are measured on other data, or on another number "
-            "of tokens or examples. Bits per byte (--stream val_bpb) can be compared if the text is the same and only "
-            "the tokenizer differs."
+            "\nThese tables cannot be compared with each other: they are measured on different data, or on different "
+            "numbers of tokens or examples. Bits per byte (--stream val_bpb) can be compared if the text is the same "
+            "and only the tokenizer differs."
         )
 
 

@@ -35,7 +35,7 @@ FIELDS = (
     "n_embd",
 )  # the fields of GPTConfig that define a GPT-2
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# the values in config.json that GPT supports. An export has the first one; transformers assumes it if there is none
+# the values in config.json that GPT supports. An export has the first one, which transformers assumes by default
 SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -96,13 +96,13 @@ def reading(what: str, directory: Path) -> Iterator[None]:
         yield
     except Exception as error:  # of many kinds
         reason = first_line(error)
-        if isinstance(error, pickle.UnpicklingError):  # torch's own text says how to run the code
-            reason = "the file is a pickle of more than tensors, perhaps of code, which is never run"
+        if isinstance(error, pickle.UnpicklingError):  # torch's own message explains how to run the code
+            reason = "the file contains more than tensors, perhaps code, which is never run"
         raise UserError(f"Could not read the {what} in {directory}: {reason}. {COPY_AGAIN}") from None
 
 
 def find_folder(name: Name) -> Path:
-    """The folder of this name or, if there is none, the folder of a model on the hub, downloaded if necessary."""
+    """The folder of this name or, if there is none, the hub's model of this name, downloaded if necessary."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -166,7 +166,7 @@ def shape_of(weights: Weights, n_head: Any, source: Name) -> dict[str, int]:
 
 
 def load_tokenizer(name_or_directory: Name, settings: dict[str, int]) -> tiktoken.Encoding:
-    """The tokenizer of a GPT-2 on the hub, which is OpenAI's, or of a folder in Hugging Face format.
+    """The tokenizer of a folder in Hugging Face format or of a GPT-2 on the hub (OpenAI's).
 
     Tokens that a model has in addition to GPT-2's, such as one for padding, are never fed to it or sampled.
     """
@@ -185,19 +185,19 @@ def load_tokenizer(name_or_directory: Name, settings: dict[str, int]) -> tiktoke
         is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
     if not is_gpt2:
         raise UserError(
-            f"The model in {directory}, with {vocab_size} token ids, has its own tokenizer. Only GPT-2's and those of "
-            "this program are read. If the model was trained here, copy its tokenizer.tiktoken and "
+            f"The model in {directory}, with {vocab_size} token ids, has its own tokenizer. This program reads only "
+            "GPT-2's and those that it wrote. If the model was trained here, copy its tokenizer.tiktoken and "
             "tokenizer.tiktoken.json to that folder. Otherwise use another model."
         )
     return tokenizers.get_encoding("gpt2")
 
 
 def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1, make_card: Any = None) -> None:
-    """Write a GPT-2 and its tokenizer to `directory`. Whatever is there is moved aside, to `directory`.1.
+    """Write a GPT-2 and its tokenizer to `directory`. An existing folder is moved aside, to `directory`.1.
 
     The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
-    chat template, and stops after its turn. make_card(folder) returns the text of README.md, "" for none. UserError if
-    the model is not a GPT-2; nothing is written then.
+    chat template, and stops after its turn. make_card(folder) returns the text of README.md, "" for none. If the model
+    is not a GPT-2, this raises UserError and writes nothing.
     """
     from safetensors.torch import save
 
@@ -229,7 +229,7 @@ def export_weights(weights: dict[str, Any], enc: tiktoken.Encoding) -> Weights:
     """The state dict that is exported for a GPT-2 with this state dict and tokenizer."""
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):  # get_extra_state may return anything
-            raise UserError(f"The model is no GPT-2 any more: it has state that is no tensor, {name}.")
+            raise UserError(f"The model is no longer a GPT-2: it has state that is not a tensor, {name}.")
     exported = {}
     for name, weight in transposed(weights).items():
         exported[name] = (
@@ -244,7 +244,7 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
     """Raise UserError unless transformers reads all weights in a folder and computes the model's logits from them."""
     theirs, doubts = read_model(directory)
     if doubts:
-        raise UserError(f"The model is no GPT-2 any more: transformers finds {doubts}.")
+        raise UserError(f"The model is no longer a GPT-2: transformers finds {doubts}.")
     T = model.config.block_size
     device = next(model.parameters()).device
     ids = text_to_compare(enc)
@@ -262,16 +262,16 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
             is_same = worst <= LOGITS_LIMIT * expected.std()
             if not is_same.all():
                 raise UserError(
-                    "The model is no GPT-2 any more: transformers computes other logits from its weights, first at "
+                    "The model is no longer a GPT-2: transformers computes other logits from its weights, first at "
                     f"token {int(is_same.int().argmin()):,} of {T:,}."
                 )
 
 
 def text_to_compare(enc: tiktoken.Encoding) -> Tensor:
-    """Ids (n,) of a text in which a changed model shows, whether it depends on line ends, digits or other neighbors.
+    """Ids (n,) of a text that reveals a changed model, even one that depends on line ends, digits or neighbors.
 
-    The paragraphs of this file, each after a special token; then every two letters, digits, spaces or line ends side by
-    side; every byte; and every special token.
+    It has the paragraphs of this file, each after a special token; every pair of letters, digits, spaces and line ends;
+    every byte; and every special token.
     """
     characters = string.digits + string.ascii_letters + " \n"
     # aa ab ac: the a is before and after each of the others
@@ -287,7 +287,7 @@ def text_to_compare(enc: tiktoken.Encoding) -> Tensor:
 
 
 def metadata_of(weights: Weights, step: int) -> dict[str, str]:
-    """The metadata of exported weights: the number of updates, and a hash of some numbers that identifies the run."""
+    """The metadata of exported weights: the number of updates, and a hash of some weights to identify the run."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         entries = weights[name].flatten()
@@ -301,7 +301,7 @@ def is_export_of(directory: Path, weights: Weights, step: int) -> bool:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(directory / "model.safetensors", "pt") as file:  # an error if it is not whole
+        with safe_open(directory / "model.safetensors", "pt") as file:  # an error if the file is cut short
             return file.metadata() == metadata_of(weights, step)
     except (OSError, SafetensorError):
         return False
@@ -311,7 +311,7 @@ def export_files(shape: dict[str, Any], enc: tiktoken.Encoding) -> dict[str, byt
     """{name: content} of the small files for a GPT with these fields of GPTConfig and this tokenizer."""
     missing = [name for name in FIELDS if name not in shape]
     if missing:
-        raise UserError(f"The model is no GPT-2 any more: its GPTConfig has no {', '.join(missing)}.")
+        raise UserError(f"The model is no longer a GPT-2: its GPTConfig has no {', '.join(missing)}.")
     eot = enc.eot_token
     length = shape["block_size"]
     special_tokens = enc._special_tokens
@@ -329,13 +329,13 @@ def export_files(shape: dict[str, Any], enc: tiktoken.Encoding) -> dict[str, byt
 
 
 def tokenizer_files(enc: tiktoken.Encoding, max_length: int | None = None) -> dict[str, bytes]:
-    """{name: content} of the files from which transformers' AutoTokenizer makes a tokenizer with the ids of `enc`."""
+    """{name: content} of the files that give transformers' AutoTokenizer the ids of `enc`."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.__getitem__)
     pattern: Any = tokenizers.FOR_HUGGINGFACE.get(enc._pat_str, enc._pat_str)
     converter: Any = TikTokenConverter(pattern=pattern, extra_special_tokens=special_tokens)
-    # the converter's method reads a file through tiktoken, which keeps a copy of it for good
+    # the converter's own method reads a file through tiktoken, which caches the file forever
     converter.load_tiktoken_bpe = lambda path: enc._mergeable_ranks
     converted = converter.converted()
     for token, i in enc._special_tokens.items():

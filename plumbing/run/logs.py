@@ -30,7 +30,7 @@ from plumbing.run.commands import training_command
 
 NUMBER = r"(-?\d{1,15}(?:\.\d{1,15})?(?:e[+-]\d{2,3})?|-?inf|nan)"
 LINE = re.compile(rf"(\d{{1,15}}) ([\w/.-]+) {NUMBER}\n", re.ASCII)
-# what nanoGPT prints: "step 250: train loss 2.6230, val loss 2.6341" and "iter 250: loss 2.6230, time 31.07ms, ..."
+# nanoGPT prints "step 250: train loss 2.6230, val loss 2.6341" and "iter 250: loss 2.6230, time 31.07ms, ..."
 NANOGPT = re.compile(
     rf"(?:step|iter) (\d{{1,15}}): (?:train )?loss {NUMBER},(?: val loss {NUMBER}\n)?", re.ASCII
 )
@@ -41,9 +41,9 @@ NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # characters that the name of a str
 
 
 def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, stream, value) for each line below step `before`; damaged lines are left out, with a warning.
+    """Yield (step, stream, value) for each line below step `before`. Leave out damaged lines, with a warning.
 
-    What nanoGPT prints is also read as a log.
+    nanoGPT's console output is read as a log as well.
     """
     damaged = 0
     is_nanogpts = False
@@ -73,7 +73,7 @@ def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, f
 
 
 def open_log(out_dir: Path, parent: Path, step: int) -> IO[str]:
-    """Open log.txt, which begins with the intact lines of the parent's log (or its own) for steps below `step`."""
+    """Open log.txt to append. It begins with the intact lines of the parent's log (or its own) below `step`."""
     path = out_dir / "log.txt"
     source = parent / "log.txt"
     with atomic_write(path, "w", encoding="utf-8") as file:
@@ -84,7 +84,7 @@ def open_log(out_dir: Path, parent: Path, step: int) -> IO[str]:
 
 
 def write_log(file: IO[str], step: int, values: dict[str, float]) -> None:
-    """Write a line for each stream of {stream: value}, all in one go."""
+    """Write a line for each stream of {stream: value}, all of them in one write."""
     lines = [f"{step} {NO_NAME.sub('_', stream)} {value:.9g}\n" for stream, value in values.items()]
     with named_errors(file.name):
         file.write("".join(lines))
@@ -119,9 +119,9 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: dict[str, list[str]]) -> None:
-    """Add a Start to run.txt, where other programs may have written lines in any encoding.
+    """Add a Start to run.txt. Other programs may have written lines there in any encoding.
 
-    ran: what the trial found; fingerprints: {a data folder's name in log.txt: of its training and validation data}.
+    ran: the trial's result; fingerprints: {a data folder's name in log.txt: those of its training and validation data}.
     """
     changes = source_code.git("diff", "HEAD")  # everything that is not committed
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -165,10 +165,10 @@ def torchrun_id() -> str:
 
 @dataclasses.dataclass(eq=False)
 class Logged:
-    """A run that has a log. Without a run.txt, as for runs of nanoGPT and build-nanogpt, only its streams are known."""
+    """A run that has a log. Without a run.txt (nanoGPT and build-nanogpt write none), only its streams are known."""
 
     folder: Path  # or a log file of any name
-    starts: list[dict[str, Any]]  # as read_starts gives them
+    starts: list[dict[str, Any]]  # from read_starts
 
     def fact(self, name: str, default: Any) -> Any:
         """A field of run.txt, from the last start that has it."""
@@ -185,7 +185,7 @@ class Logged:
 
     @functools.cached_property
     def streams(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{stream: (steps, values)}. A step that a killed and resumed run has done twice has its last value."""
+        """{stream: (steps, values)}. If a run was killed and repeated a step, the last value counts."""
         logged: dict[str, dict[int, float]] = collections.defaultdict(dict)
         for step, stream, value in read_log(self.log):
             logged[stream][step] = value

@@ -57,7 +57,7 @@ def card(directory: Path, run_folder: Path, sample: str) -> str:
             rows += f"| {description} | {values[-1]:.4f} | {steps[-1]:,} |\n"
     is_chat = "chat_template" in read_json(directory / "tokenizer_config.json", "")
     prompt = [{"role": "user", "content": "Hello!"}] if is_chat else "The "
-    # indented as code, where nothing is Markdown
+    # indented as a code block, because a sample may look like Markdown
     lines = "\n".join(plain(line, 10**4) for line in sample.strip().splitlines())
     drawn = f"## A sample\n\n{textwrap.indent(lines, '    ')}\n\n" if lines else ""
     facts = ""
@@ -69,7 +69,7 @@ def card(directory: Path, run_folder: Path, sample: str) -> str:
 {header}
 ---
 
-<!-- Add the language and a license to the lines above: one that the training data allow. -->
+<!-- Add the language to the lines above, and a license that the training data allow. -->
 
 # A GPT-2 with {shape["n_layer"]} layers
 

@@ -1,4 +1,4 @@
-"""Loads a model that this program or another one has saved: its settings, weights and tokenizer."""
+"""Loads a saved model of this program or another one: its settings, weights and tokenizer."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def load_saved_model(source: str) -> SavedModel:
     if runs:
         newest = max(runs, key=os.path.getmtime)
         raise UserError(
-            f"There is no model in {source}, but in folders below it. The newest run is in {newest}."
+            f"There is no model in {source}, but in folders inside it. The newest run is in {newest}."
         )
     nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
     raise UserError(
@@ -94,7 +94,7 @@ def peer_settings(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def from_peer(weights: dict[str, Tensor], settings: dict[str, Any], path: Name) -> SavedModel:
-    """The model of nanoGPT or build-nanogpt with these weights and settings: with GPT-2's names and its tokenizer."""
+    """A model of nanoGPT or build-nanogpt with these weights and settings. Its tokenizer is GPT-2's."""
     # without the prefixes of DDP and torch.compile
     weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): weight for name, weight in weights.items()}
     weights, shape = huggingface.convert_peer_weights(weights, settings.get("n_head"), path)
@@ -106,8 +106,8 @@ def config_of(config_class: type[Config], settings: dict[str, Any]) -> Config:
     unknown = [name for name in settings if name not in vars(config_class())]
     if unknown:
         raise UserError(
-            f"The saved model has {', '.join(unknown)}, but {config_class.__name__} has no such field. Name the "
-            "trainer that trained it (--code), or use another model."
+            f"The saved model has {', '.join(unknown)}, but {config_class.__name__} has no such field. Give the file "
+            "that trained it with --code, or use another model."
         )
     return config_class(**settings)
 
@@ -117,7 +117,7 @@ def from_state(
 ) -> Any:  # fmt: skip
     """Make a model with this config and copy the state dict `weights` into it; UserError unless they fit exactly.
 
-    extends: let the model resize the weights first, by its `extend`. old_ids: the ids of its tokens in the weights.
+    extends: let the model's `extend` resize the weights first. old_ids: for `extend`, the old id of each token.
     """
     with SkipInit():
         model = new_model(model_class, config)
@@ -127,16 +127,16 @@ def from_state(
     load_weights(model, model.extend(weights, old_ids) if extends else weights)
     if new:
         note(
-            f"The weights have nothing called {', '.join(new[:3])}. Unless the model's extend or load_state_dict fills "
-            "that in, the model starts there with its own initialization."
+            f"The weights have nothing called {', '.join(new[:3])}. Unless the model's extend or load_state_dict adds "
+            "it, it starts with the model's own initialization."
         )
     return model
 
 
 def load_model(model_class: type, config_class: type, source: str) -> tuple[Any, SavedModel]:
-    """(a model for generating and scoring, what was read) from any source that `load_saved_model` reads.
+    """(a model for generating and scoring, its SavedModel) from any source that `load_saved_model` reads.
 
-    UserError if train_gpt2.py would have to run a model of a changed copy.
+    UserError if a changed copy of train_gpt2.py trained the model, but train_gpt2.py would run it.
     """
     saved = load_saved_model(source)
     source_code.check_code(saved.code, config_class, source, goes_on=False)
@@ -144,7 +144,7 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
 
 
 def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> bool:
-    """Whether a loaded model, with num_ids ids and texts up to the `longest`, can use a cache."""
+    """Whether a loaded model can use a cache, for texts up to the `longest`. UserError if num_ids is too small."""
     check_num_ids(num_ids, saved.enc)
     return checks.examine(model, checks.texts(saved.enc.n_vocab, longest), is_new=False)
 
@@ -155,7 +155,7 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        # torch lists missing names, unknown names and other shapes below its first line; a model's error has one
+        # torch lists missing names, unknown names and other shapes below its first line; a model may raise one line
         lines = str(error).splitlines()[1:] or [first_line(error)]
         problems = [plain(line.strip(" \t.")) for line in lines]
     else:
@@ -189,9 +189,9 @@ def check_tokenizer(name: str, config: Any) -> None:
 
 
 def ids_in(model: SavedModel, config: Any) -> Tensor | None:
-    """For each token of the data, the id of the same bytes in the model that a run starts from, or -1: (n_vocab,).
+    """For each token of the data, the model's id for the same bytes, or -1: (n_vocab,).
 
-    None if the data have the model's tokenizer, or nothing is trained.
+    None if the data have the model's tokenizer, or if nothing is trained.
     """
     new = data_tokenizer(config)
     if not new or not config.max_steps or is_tokenizer(model.enc.name, new):
@@ -201,14 +201,14 @@ def ids_in(model: SavedModel, config: Any) -> Tensor | None:
     tokens = sorted(now, key=now.__getitem__)
     old_ids = torch.tensor([before.get(token, -1) for token in tokens])
     note(
-        f"Of the {new.n_vocab:,} tokens of {new.name}, {int((old_ids >= 0).sum()):,} are also of {model.enc.name}, the "
+        f"Of the {new.n_vocab:,} tokens of {new.name}, {int((old_ids >= 0).sum()):,} are also in {model.enc.name}, the "
         "model's tokenizer, and keep their embeddings. The others start with the mean embedding."
     )
     return old_ids
 
 
 def check_num_ids(num_ids: int, enc: tiktoken.Encoding) -> None:
-    """Raise UserError if a model with `num_ids` logits lacks one for some id of the tokenizer."""
+    """Raise UserError if a model has fewer logits (`num_ids`) than the tokenizer has ids."""
     if num_ids < enc.n_vocab:
         raise UserError(
             f"The model has room for {num_ids} token ids, but tokenizer {enc.name} has {enc.n_vocab}. Use the model's "

@@ -1,8 +1,8 @@
-"""The settings of a run besides its recipe. The class of a setting says what may change it.
+"""The settings of a run besides its recipe. The class of a setting says when it may change.
 
     Recipe (in the trainer)  stays the same for the whole run and on all ranks; only a branch may change it
-    RunOptions               may change at every start; a setting that is not typed stays as it was
-    StartOptions             belongs to one start and is never inherited
+    RunOptions               may change at every start; keeps its value if it is not typed
+    StartOptions             is for one start and is never inherited
 
 PER_NODE marks a setting that each node may set differently, such as a path or a device.
 """
@@ -22,10 +22,10 @@ PER_NODE = "per node"
 class StartOptions:
     """The settings of one start of a run."""
 
-    # this command
+    # the run's folder and device
     out_dir: Annotated[str, PER_NODE] = "log"  # folder of the run
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
-    dry_run: bool = False  # say what the run will do and cost, then end; write nothing
+    dry_run: bool = False  # print what the run will do and cost, then end; write nothing
     device: Annotated[str, PER_NODE] = "auto"  # cpu, cuda or mps; auto: best available
 
 
@@ -33,14 +33,13 @@ class StartOptions:
 class RunOptions(StartOptions):
     """Where the data is, how a run uses the machine, and how often it evaluates, saves and prints."""
 
-    # the machine
+    # data folders, speed and memory
     data: Annotated[tuple[str, ...], PER_NODE] = ("edu_fineweb10B",)  # folders of token shards
     compile: bool | None = None  # torch.compile the model; by default on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
     # FSDP: each rank keeps only its share of weights, gradients and optimizer state, for a model larger than a GPU
     shard: bool = False
-    # B, the most sequences per rank and micro-step; lowered until they fit in memory
-    batch_size: Positive[int] = 64
+    batch_size: Positive[int] = 64  # B: most sequences per rank and micro-step; lowered until they fit in memory
     # evaluation and output, every N steps and after the last one; 0: never
     val_every: int = 250  # steps between validations
     hellaswag_every: int = 250  # steps between HellaSwag scores
@@ -48,7 +47,9 @@ class RunOptions(StartOptions):
     # HellaSwag's examples; downloaded if missing
     hellaswag_data: Annotated[str, PER_NODE] = "hellaswag/hellaswag_val.jsonl"
     sample_every: int = 250  # steps between samples
-    sample_prompt: Annotated[str, "may be empty"] = "Hello, I'm a language model,"  # what samples continue
+    sample_prompt: Annotated[str, "may be empty"] = (
+        "Hello, I'm a language model,"  # text that the samples continue
+    )
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: Positive[int] = 2  # number of newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are never deleted
@@ -66,7 +67,7 @@ def is_per_node(field: dataclasses.Field[Any]) -> bool:
 
 
 def inheritable(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a start inherits from a run, a parent or a model: all but those of an earlier start."""
+    """The settings that a start inherits from a run, a parent or a model: all except the StartOptions."""
     names = names_of(config_class) - names_of(StartOptions)
     return {name: value for name, value in settings.items() if name in names}
 
@@ -77,7 +78,7 @@ def changed_settings(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, 
     defaults = vars(type(config)())
     changed = {}
     for name in dict.fromkeys([*then, *now]):
-        # a setting that did not exist then had the default, and one that is gone is unknown
+        # a setting that did not exist then had its default; one that is gone is unknown now
         before = then.get(name, defaults.get(name))
         after = now.get(name, "unknown")
         is_equal = str(before).rstrip("/") == str(after).rstrip("/")  # "log/" is the folder "log"
@@ -93,7 +94,9 @@ def read_flags(
 
     args: the words to read instead of the command line.
     """
-    source_code.source_of(config_class)  # now, and not seconds later, when torch has been imported
+    source_code.source_of(
+        config_class
+    )  # read now: the file may change in the seconds that importing torch takes
     words = None if args is None else [str(arg) for arg in args]
     return flags.read(config_class, words, presets=presets, synonyms=OTHER_TRAINERS)
 
@@ -109,7 +112,7 @@ OTHER_TRAINERS = {
     "--total-batch-size, which counts tokens": "gradient-accumulation-steps",
     "--max-steps": "max-iters num-iterations iterations lr-decay-iters",
     "--max-steps 0": "eval-only",
-    "The command is the configuration: --preset names a set of flags, and a shell script keeps your own.": "config",
+    "There are no config files: --preset names a set of flags, and a shell script can keep your own.": "config",
     "--wandb, or plot log.txt with play.ipynb": "tensorboard report-to",
     "--passes": "num-train-epochs num-epochs epochs",
     "--max-lr": "learning-rate lr",

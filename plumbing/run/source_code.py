@@ -28,7 +28,7 @@ def file_of(config_class: type) -> Path:
 
 @functools.cache
 def source_of(config_class: type) -> bytes:
-    """The trainer's file as it was at the first call, which comes before the seconds that importing torch takes."""
+    """The trainer's file as it was at the first call, before importing torch takes seconds."""
     return file_of(config_class).read_bytes()
 
 
@@ -36,7 +36,7 @@ def source_of(config_class: type) -> bytes:
 def sources_of(config_class: type) -> dict[str, bytes]:
     """{name: content} of the trainer's file and the imported modules beside it, at the first call.
 
-    A note names each module that was imported from elsewhere although one with its name lies beside the trainer.
+    A note names each module that was imported from elsewhere although the trainer has one of that name beside it.
     """
     path = file_of(config_class)
     sources = {path.name: source_of(config_class)}
@@ -61,7 +61,7 @@ def code_of(config_class: type) -> Code:
 
 
 def copy_of(name: str, source: bytes) -> str:
-    """The name for the copy of a source: layers/rotary.py -> layers.rotary-0123abcd.py"""
+    """The name of a source's copy: layers/rotary.py -> layers.rotary-0123abcd.py"""
     stem = name.removesuffix(".py").replace("/", ".")
     return f"{stem}-{hashlib.sha256(source).hexdigest()[:8]}.py"
 
@@ -95,9 +95,9 @@ def keep_copies(config: Any) -> None:
 
 
 def check_code(saved: Code, config_class: type, source: str, *, goes_on: bool) -> None:
-    """Note that the running code differs from the `saved` code, which trained the model in `source`; {} is unknown.
+    """Print a note if the running code differs from the `saved` code (if known) that trained the model in `source`.
 
-    A run may continue with any file. Elsewhere train_gpt2.py cannot replace a changed copy: that is a UserError.
+    A run that goes on may use any file. Otherwise, train_gpt2.py instead of a changed copy is a UserError.
     """
     if not saved or is_same(saved, config_class):
         return
@@ -111,7 +111,7 @@ def check_code(saved: Code, config_class: type, source: str, *, goes_on: bool) -
         )
     changed = [name for name in {**own, **saved} if own.get(name) != saved.get(name)]
     note(
-        f"{source} was trained by other code than runs now ({', '.join(changed)}), so results may differ. {kept}",
+        f"{source} was trained by other code ({', '.join(changed)}), so results may differ. {kept}",
         file=sys.stdout if goes_on else sys.stderr,  # sample.py writes samples to stdout
     )
 
@@ -120,16 +120,16 @@ def import_trainer(path: str) -> Any:
     """The module train_gpt2 or, if `path` is not "", the changed copy that --code names."""
     if not path:
         return importlib.import_module(Path(NAME).stem)
-    remedy = "Name the trainer's file that trained the model."
+    remedy = "Give the file that trained the model."
     # a name that no import statement uses: the file may be called torch.py
     name = f"{Path(path).stem} of --code"
     spec = importlib.util.spec_from_file_location(name, path)
     is_python = path.endswith(".py") and Path(path).is_file()
     if not is_python or not spec or not spec.loader:
-        raise UserError(f"--code {path} is not a Python file (*.py). {remedy}")
+        raise UserError(f"--code {path} does not name a Python file (*.py). {remedy}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(Path(path).resolve().parent))  # it imports the modules beside it
+    sys.path.insert(0, str(Path(path).resolve().parent))  # for the modules beside it
     try:
         spec.loader.exec_module(module)
     except (SyntaxError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""What a run will do and cost, said before its first step. A dry run says only this."""
+"""Prints before the first step what a run will do and cost. A dry run prints only this."""
 
 import collections
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from plumbing.run.commands import training_command
 from plumbing.system import devices
 
 TOKENS_PER_PARAMETER = 20  # in a compute-optimal run (Hoffmann et al. 2022, table 3), for tokens of BPE
-BYTE_IDS = 512  # a tokenizer with no more ids has bytes and hardly anything else
-A100_FLOPS = 312e12 * 0.4  # its peak in bfloat16, times the usual share when training models of GPT-2's sizes
-A100_PARAMETERS = 100_000_000  # a smaller model does not reach this share
+BYTE_IDS = 512  # a tokenizer with no more ids has little more than bytes
+A100_FLOPS = 312e12 * 0.4  # its peak in bfloat16, times the usual MFU of models of GPT-2's sizes
+A100_PARAMETERS = 100_000_000  # smaller models do not reach this MFU
 LONG = 24 * 60 * 60  # seconds
 
 Row = tuple[str, str]  # (name, text); a name of "" continues the row above
 
 
 def print_summary(start: Any, parts: Any) -> None:
-    """Print in aligned lines what the run of this Start with the trainer's `parts` will do and cost."""
+    """Print in aligned lines what the run of this Start, with the trainer's `parts`, will do and cost."""
     config = start.config
     seconds = 0.0
     if parts.world.device.type == "cpu":  # the trial does not measure the time of a GPU
@@ -29,9 +29,9 @@ def print_summary(start: Any, parts: Any) -> None:
         label = f"{name}:" if name else ""
         print0(f"{label:<11} {text}")
     if seconds > LONG:
-        note("That is long. Use --preset quickstart or a smaller model here, or a GPU.")
+        note("That takes more than a day. Use --preset quickstart, a smaller model or a GPU.")
     if config.dry_run and parts.world.is_master:
-        print("Nothing was written, because of --dry-run. The command without it begins the run.")
+        print("This was a dry run, so nothing was written. To start the run, leave out --dry-run.")
         typed = {name: value for name, value in start.typed.items() if name != "dry_run"}
         print_next(training_command(type(config), typed))
 
@@ -52,7 +52,7 @@ def make_rows(start: Any, parts: Any, seconds: float) -> Iterator[Row]:
         yield from data_rows(start, parts.loader)
         if config.vocab_size > BYTE_IDS:
             optimal = short(TOKENS_PER_PARAMETER * parameters)
-            yield "", f"(compute-optimal for this size: {optimal}, by Hoffmann et al. 2022)"
+            yield "", f"(compute-optimal for this size: {optimal} tokens, by Hoffmann et al. 2022)"
     yield validation_row(config, parts)
     micro_steps = config.total_batch_size // (B * T * world.size)
     step = f"{config.total_batch_size:,} tokens = B {B} * T {T} * ranks {world.size} * micro-steps {micro_steps}"
@@ -66,7 +66,7 @@ def make_rows(start: Any, parts: Any, seconds: float) -> Iterator[Row]:
 
 
 def data_rows(start: Any, loader: Any) -> Iterator[Row]:
-    """How many tokens the data has, and how many the run reads."""
+    """The number of tokens in the data, and how many of them the run reads."""
     config = start.config
     at_most = "at most " if config.batch_ramp else ""
     if not loader:
@@ -88,13 +88,13 @@ def data_rows(start: Any, loader: Any) -> Iterator[Row]:
 
 def validation_row(config: Any, parts: Any) -> Row:
     if not parts.enc:
-        return "assumed", f"a tokenizer of at most {config.vocab_size:,} ids, and data enough"
+        return "assumed", f"a tokenizer of at most {config.vocab_size:,} ids, and enough data"
     T = config.sequence_length
     num_windows = [loader.num_windows for loader in parts.val_loaders]
     tokens = sum(num_windows) * T
     validated = sum(min(config.val_tokens // T, number) for number in num_windows) * T
-    which = "from all of the split" if config.shuffle else "the first ones"
-    return "validation", f"{validated:,} of {tokens:,} tokens, {which}; tokenizer {parts.enc.name}"
+    which = "drawn from all of them" if config.shuffle else "the first ones"
+    return "validation", f"{validated:,} of {tokens:,} tokens, {which}; tokenizer: {parts.enc.name}"
 
 
 def describe_time(config: Any, parameters: int, *, flops: float, seconds: float) -> str:
@@ -108,7 +108,7 @@ def describe_time(config: Any, parameters: int, *, flops: float, seconds: float)
 
 
 def size_rows(config: Any, parts: Any) -> Iterator[Row]:
-    """How much memory and disk space the run takes."""
+    """The memory and disk space that the run takes."""
     weights = sum(p.nbytes for p in parts.raw_model.parameters())
     state = sum(map(state_bytes, parts.optimizers))
     activations = parts.found.kept_bytes * parts.found.B
@@ -120,12 +120,12 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
     yield "memory", f"{size(needed)} for weights, gradients and optimizer{kept}"
     free = devices.free_memory(world.device)
     if config.dry_run and needed > free:
-        advice = "With --shard and several GPUs, each has its share."
+        advice = "With --shard, several GPUs share it."
         if world.size > 1:
             advice = f"With --shard, each of {world.size} ranks needs {size(needed / world.size)}."
         if config.shard:
             advice = "Use more ranks, or a smaller model."
-        yield "", f"That is more than the {size(free)} that are free here. {advice}"
+        yield "", f"That is more than the {size(free)} free here. {advice}"
     checkpoints = config.keep_checkpoints
     if config.milestone_every:
         checkpoints += config.max_steps // config.milestone_every
@@ -137,7 +137,7 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
 
 
 def state_bytes(optimizer: Any) -> float:
-    """The bytes of an optimizer's state: two numbers for each parameter unless its class has another count."""
+    """The bytes of an optimizer's state: two numbers per parameter unless its class has numbers_per_parameter."""
     numbers = getattr(optimizer, "numbers_per_parameter", 2)
     total = 0
     for group in optimizer.param_groups:
@@ -165,7 +165,7 @@ def rate_flags(config: Any, optimizers: list[Any]) -> list[str]:
 
 
 def group_rows(config: Any, optimizers: list[Any]) -> Iterator[Row]:
-    """For each optimizer and learning rate: the number of parameters, and the setting that is the rate."""
+    """A row for each optimizer and learning rate: the number of parameters, and the flag that sets the rate."""
     sizes: dict[tuple[str, float], int] = collections.defaultdict(int)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

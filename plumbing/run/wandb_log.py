@@ -14,13 +14,13 @@ FINISH_SECONDS = 20  # how long the end waits for the last lines
 
 
 def is_installed() -> bool:
-    """Whether the package wandb is installed. The folder of this name that wandb leaves behind has no origin."""
+    """Whether the package wandb is installed. A mere folder called wandb, which wandb leaves behind, has no origin."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
 def start_wandb(config: Any) -> Any:
-    """Start or resume the run at Weights & Biases: offline without a login, or as WANDB_MODE says."""
+    """Start or resume the run at Weights & Biases, online if there is a login. WANDB_MODE overrides this."""
     import wandb  # pyright: ignore[reportMissingImports]  # optional, and slow to import
 
     settings = wandb.Settings(
@@ -62,17 +62,17 @@ class WandbLog:
             self.log(step, {stream: value for _, stream, value in lines})
 
     def attempt(self, function: Any, *args: Any, **options: Any) -> Any:
-        """Call a function of wandb. After an error, which is printed as a warning, nothing more is sent."""
+        """Call a function of wandb. An error becomes a warning, and nothing more is sent."""
         try:
             return function(*args, **options)
         except Exception as error:  # a large package that talks to a server may raise anything
             self.run = None
             reason = f"{type(error).__name__}: {first_line(error)}"
-            advice = "log.txt has everything. Without a network, set WANDB_MODE=offline."
-            print(f"warning: Weights & Biases has failed ({reason}). {advice}", flush=True)
+            advice = "log.txt still gets everything. Without a network, set WANDB_MODE=offline."
+            print(f"warning: Weights & Biases failed ({reason}). {advice}", flush=True)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        # the server takes each step only once, and may have later steps than the checkpoint; an offline run has none
+        # the server takes each step only once, and may have steps after the checkpoint; an offline run has none
         if self.run and step >= self.run.starting_step:
             self.attempt(self.run.log, values, step=step)
 
