@@ -225,7 +225,7 @@ def verdict(base: Group, other: Group) -> str:
     side = "above" if mean > 0 else "below"
     text = f"{other.name} ends {abs(mean):.4f} {side} {base.name}"
     if n == 1:
-        return f"{text} with one seed. That shows nothing, because another seed moves a loss as well. Run three."
+        return f"{text} with one seed. That shows nothing: another seed moves a loss as well. Run three seeds."
     text += f" (95% interval {mean - half:+.4f} to {mean + half:+.4f}, {n} seeds)"
     if abs(mean) <= half:
         return f"{text}. Seeds alone may do that: neither is shown to be better."
