@@ -3,9 +3,9 @@
     python contamination.py --data edu_fineweb10B
     python contamination.py --data books --eval examples.jsonl
 
-An example of HellaSwag counts as found if 13 of its tokens are in the shards in
-a row. Its tokens are the context with any of its endings. The search compares
-64-bit hashes, and its memory use does not grow with the corpus.
+A HellaSwag example counts as found if the shards contain 13 of its tokens in a
+row, from the context with any of its endings. The search compares 64-bit
+hashes, and its memory use does not grow with the corpus.
 """
 
 import os

@@ -10,9 +10,9 @@ Each line of an `--input` file holds a conversation:
 
 The roles are user, assistant and system (or developer). Other formats are read
 as well: OpenAI's content parts, a list of messages without the object around
-it, ShareGPT's conversations, Alpaca's instructions, a .json file with an array
-of any of these, and Parquet and CSV files with columns of these names. `system`
-or `system_prompt` beside the messages comes first. The model does not learn an
+it, ShareGPT's conversations and Alpaca's instructions. A .json file may hold an
+array of these, and a Parquet or CSV file columns of these names. `system` or
+`system_prompt` beside the messages comes first. The model does not learn an
 answer with "weight": 0 or "train": false.
 
 Messages to and from tools are left out. So are rows that are not conversations,
@@ -47,7 +47,7 @@ from plumbing.data.options import DataOptions
 
 @dataclass
 class Options(DataOptions):
-    dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the hub
+    dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the Hugging Face hub
     config: str = ""  # one of the data set's configs, if it has several; for SmolTalk, all by default
     # your own files, folders or globs of conversations: .jsonl, .json, .csv or .parquet; .gz and .zst are unpacked
     input: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from plumbing.data.inputs import COMPRESSIONS, Source, file_type, suffix_of
 from plumbing.files import open_regular
 
 BLOCK_CHARS = 2**13  # characters in a block of a text file. Recorded positions depend on it
-MAX_PIECE = 2**17  # characters. A longer text without a token boundary (one repeated letter) is cut anyway
+MAX_PIECE = 2**17  # characters. A longer text without a token boundary (such as one repeated letter) is cut
 JSON_BLOCK = 2**18  # characters
 MAX_SEARCHED = 10_000  # the column must be in one of this many rows at the start of the first file
 LONGEST_WORD = 10  # characters. A word of JSON (-Infinity) may be incomplete at the end of a block
@@ -304,7 +304,7 @@ def read_json(source: Source) -> Iterator[Row]:
 
 
 def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield (number, place in words, object) for each line or entry of a JSON file. UserError unless each is one."""
+    """Yield (number, place in words, object) for each line or entry of a JSON file. UserError if one is no object."""
     with explain_errors(path):
         for place, record in read_values(path, path):
             if not isinstance(record, dict):
@@ -380,7 +380,7 @@ def open_text(path: str) -> IO[str]:
 
 
 def read_txt(source: Source, separator: str = "") -> Iterator[Row]:
-    """A text file's document, or several between separators; a long one in pieces of about BLOCK_CHARS characters."""
+    """The document in a text file, or those between separators, in pieces of about BLOCK_CHARS characters."""
     with open_text(source.path) as file:
         blocks = iter(lambda: file.read(BLOCK_CHARS), "")
         for number, (text, starts) in enumerate(split_text(blocks, separator, source.name), 1):

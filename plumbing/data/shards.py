@@ -2,8 +2,8 @@
 
 A shard is `<prefix>_<split>_<6 digits>.npy`, a one-dimensional uint16 array as np.save writes it. The numbers begin
 with 0 for validation and with 1 for training. A mask is next to its shard, with the suffix .mask: uint8, 1 where a
-token counts as a target. The .bin shards of llm.c and modded-nanogpt can also be read (a header of 256 int32: 20240520,
-version 1, number of tokens; then uint16), even without a number in the name (tiny_shakespeare_train.bin).
+token counts as a target. The .bin shards of llm.c and modded-nanogpt can also be read, even without a number in the
+name (tiny_shakespeare_train.bin). They have a header of 256 int32 (20240520, version 1, number of tokens), then uint16.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ def open_shard(
 
 
 def read_npy_header(path):
-    """(dtype, shape, offset of the data in bytes) of a file that np.save wrote; ValueError unless it is whole."""
+    """(dtype, shape, offset of the data in bytes) of a file that np.save wrote. ValueError if it is damaged."""
     open_regular(path).close()
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -113,7 +113,7 @@ def read_npy_header(path):
 
 
 def read_bin_header(path):
-    """(dtype, shape, offset of the data in bytes) of a shard with llm.c's header; UserError unless it is whole."""
+    """(dtype, shape, offset of the data in bytes) of a shard with llm.c's header. UserError if it is damaged."""
     with open_regular(path) as file:
         start = np.fromfile(file, np.int32, 3).tolist()
         num_bytes = os.fstat(file.fileno()).st_size

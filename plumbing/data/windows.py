@@ -191,8 +191,8 @@ def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
 def mix(positions: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """For each position in a mixture: (index of its folder, how many of that folder's windows come before).
 
-    The weights are the folders' shares. Each position belongs to the folder whose rounded share of all positions up to
-    it grows there, so every stretch of the order has the exact shares except for a window or two.
+    The weights are the folders' shares. A position belongs to the folder whose rounded share of the positions so far
+    grows there. So every stretch of the order has the exact shares, but for a window or two.
     """
     before = shares_of(positions, weights)
     folders = (shares_of(positions + 1, weights) - before).argmax(0)
