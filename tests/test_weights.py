@@ -3,6 +3,7 @@
 import gc
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,18 +16,18 @@ import sample
 import torch
 import train_gpt2
 from plumbing.data import tokenizers
-from plumbing.run.checkpoint import load_checkpoint
+from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 
 from harness import (
-    TINY,
     Touch,
+    assert_same_tensors,
     at_steps,
     change_checkpoint,
     flags,
     losses,
     printed_commands,
-    refusal_of,
     refused,
+    refused_run,
     status_of,
     tiny_flags,
     tiny_model,
@@ -35,103 +36,130 @@ from harness import (
 
 
 @pytest.mark.gpt2
-def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, tmp_path):
+def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, out):
     """Which torch's safe loader reads without any class of ours; no prefixes, weights tied in the file."""
-    train(data, tmp_path / "out")
-    path = tmp_path / "out" / "model_00012.pt"
-    checkpoint = torch.load(path, weights_only=True)
+    train(data, out, max_steps=1)
+    checkpoint = torch.load(out / "model_00001.pt", weights_only=True)
     weights = checkpoint["model"]
     assert len(weights) == 2 + 2 * 12 + 2 + 1
     assert all(name.startswith(("transformer.", "lm_head.")) for name in weights)
     assert all(weight.dtype == torch.float32 for weight in weights.values())
     assert weights["lm_head.weight"].data_ptr() == weights["transformer.wte.weight"].data_ptr()
-    assert checkpoint["step"] == 12 and checkpoint["tokenizer"] == "bytes"
-    assert checkpoint["config"]["n_embd"] == 32 and checkpoint["config"]["vocab_size"] == 320
-    assert checkpoint["loader"]["position"] == 12 * 8
-    assert {"optimizer", "val_loss"} <= set(checkpoint)
+    assert {"optimizer", "loader", "val_loss"} <= checkpoint.keys()
+    assert (checkpoint["step"], checkpoint["tokenizer"]) == (1, "bytes")
+    config = checkpoint["config"]
+    assert (config["n_embd"], config["vocab_size"]) == (32, 320)
 
 
-@pytest.mark.gpt2
-def test_the_command_line_trains_evaluates_samples_and_exports(data, tmp_path):
-    """The real script in a real process; what it exports is what its last checkpoint holds."""
-    from transformers import AutoTokenizer, GPT2LMHeadModel
-
-    args = tiny_flags(data, "out", sample_every=6)
-    command = [sys.executable, train_gpt2.__file__, *args]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def scripted(folder):
+    """(stdout, the folder of the run) of the real script in a real process."""
+    out = folder.parent / "out"
+    args = tiny_flags(folder, out, sample_every=6)
+    done = subprocess.run([sys.executable, train_gpt2.__file__, *args], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert sum("| sample |" in line for line in done.stdout.splitlines()) == 8  # four each at steps 6 and 12
-    out = tmp_path / "out"
+    return done.stdout, out
+
+
+def test_a_run_leaves_its_checkpoints_texts_code_and_model(scripted):
+    _, out = scripted
     names = {"hf", "log.txt", "run.txt", "samples.txt", "model_00008.pt", "model_00012.pt"}
     [source] = out.glob("train_gpt2-*.py")
     assert {path.name for path in out.iterdir()} == {*names, source.name}
     assert source.read_bytes() == Path(train_gpt2.__file__).read_bytes()
+
+
+def test_a_run_prints_four_samples_each_time(scripted):
+    """In steps 6 and 12."""
+    assert scripted[0].count("| sample |") == 8
+
+
+@pytest.mark.gpt2
+def test_transformers_computes_what_the_last_checkpoint_does(scripted):
+    from transformers import GPT2LMHeadModel
+
+    _, out = scripted
     model, enc = train_gpt2.load_model(str(out))
     hf = GPT2LMHeadModel.from_pretrained(out / "hf").eval()
     idx = torch.tensor([enc.encode_ordinary("abcdefgh")])
     with torch.no_grad():
-        assert torch.allclose(model(idx)[0][..., :257], hf(idx).logits, atol=1e-4)
-    text, theirs = "to be, or n\u00f6t \U0001f600", AutoTokenizer.from_pretrained(out / "hf")
-    assert theirs(text)["input_ids"] == list(text.encode()) and theirs.model_max_length == 32
+        torch.testing.assert_close(model(idx)[0][..., :257], hf(idx).logits, atol=1e-4, rtol=0)
+    assert hf.generation_config.eos_token_id == [256]
+    assert hf.generation_config.pad_token_id == 256
+
+
+@pytest.mark.gpt2
+def test_transformers_encodes_as_the_run_did(scripted):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(scripted[1] / "hf")
+    text = "to be, or n\u00f6t \U0001f600"
+    assert theirs(text)["input_ids"] == list(text.encode())
+    assert theirs.model_max_length == 32
     assert theirs.chat_template is None
-    assert (hf.generation_config.eos_token_id, hf.generation_config.pad_token_id) == ([256], 256)
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """The folder of a run that has learned something."""
+    out = folder.parent / "trained"
+    shape = dict(vocab_size=384, block_size=64)
+    train(folder, out, max_steps=20, val_every=20, max_lr=2e-2, checkpoint_every=0, **shape)
+    first, last = losses(out, "val")
+    assert last < first - 1
+    return out
 
 
 @pytest.mark.gpt2
-def test_a_run_goes_on_from_the_weights_of_another(data, tmp_path):
-    """--init-from a run's folder, its checkpoint or its export: the first loss is where the other ended.
+@pytest.mark.parametrize("name, limit", [("", 1e-5), ("model_00020.pt", 1e-5), ("hf", 0.05)])
+def test_a_run_starts_from_the_weights_of_another(name, limit, trained, folder, out):
+    """Its first loss is where the other ended. Of the 64 position embeddings the first 32 stay.
 
-    Of its 64 position embeddings the first 32 stay.
+    The export has 257 ids, and is padded again: those rows weigh a little.
     """
-    options = dict(max_lr=1e-2, checkpoint_every=0, vocab_size=384, block_size=64)
-    train(data, tmp_path / "first", max_steps=40, val_every=40, **options)
-    trained = losses(tmp_path / "first", "val")[-1]
-    assert trained < losses(tmp_path / "first", "val")[0] - 1
-    for number, source in enumerate(("first", "first/model_00040.pt", "first/hf")):
-        out = tmp_path / f"second{number}"
-        train(data, out, init_from=tmp_path / source, max_steps=1, val_every=1)
-        # the export's vocabulary was cut and is padded again: those rows weigh a little
-        assert losses(out, "val")[0] == pytest.approx(trained, abs=1e-5 if number < 2 else 0.05)
+    train(folder, out, init_from=trained / name, max_steps=1)
+    assert losses(out, "val")[0] == pytest.approx(losses(trained, "val")[-1], abs=limit)
 
 
 @pytest.mark.gpt2
-def test_longer_sequences_begin_with_the_position_embeddings_once_more(data, tmp_path):
-    """And more ids with the mean of the others; with fewer of both, the first stay."""
-    train(data, tmp_path / "first", max_steps=8, val_every=0)
-    still = dict(max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
-    train(data, tmp_path / "long", init_from=tmp_path / "first", block_size=80, vocab_size=384, **still)
-    train(data, tmp_path / "short", init_from=tmp_path / "long", block_size=16, vocab_size=320, **still)
-    first, long, short = (
-        load_checkpoint(next((tmp_path / name).glob("model_*.pt")))["model"] for name in ("first", "long", "short")
-    )
-    wpe, wte = (first[f"transformer.{name}.weight"] for name in ("wpe", "wte"))
-    close = dict(rtol=0, atol=1e-6)
-    longer = torch.cat([wpe, wpe, wpe[:16]])
-    torch.testing.assert_close(long["transformer.wpe.weight"], longer, **close)
-    wider = torch.cat([wte, wte.mean(0).expand(64, -1)])
-    torch.testing.assert_close(long["lm_head.weight"], wider, **close)
-    torch.testing.assert_close(short["transformer.wpe.weight"], wpe[:16], **close)
-    torch.testing.assert_close(short["transformer.wte.weight"], wte, **close)
+@pytest.mark.parametrize("block_size, vocab_size", [(80, 448), (16, 320)])
+def test_surplus_positions_and_ids_are_dropped_and_new_ones_made_of_the_others(
+    block_size, vocab_size, trained, folder, out
+):
+    """New positions are the first ones once more, and new ids the mean of the others."""
+    shape = dict(block_size=block_size, vocab_size=vocab_size)
+    train(folder, out, init_from=trained, max_steps=1, max_lr=1e-12, min_lr=0, val_every=0, **shape)
+    before, after = newest_checkpoint(trained)["model"], newest_checkpoint(out)["model"]
+    wpe, wte = before["transformer.wpe.weight"], before["transformer.wte.weight"]
+    positions = torch.cat([wpe, wpe])[:block_size]
+    ids = torch.cat([wte, wte.mean(0).expand(64, -1)])[:vocab_size]
+    torch.testing.assert_close(after["transformer.wpe.weight"], positions, atol=1e-6, rtol=0)
+    torch.testing.assert_close(after["transformer.wte.weight"], ids, atol=1e-6, rtol=0)
 
 
-def test_fine_tuning_takes_the_block_size_of_a_shorter_model(data, tmp_path):
-    """And resumes when that model is gone; a length that is asked for stays, and is refused."""
-    options = {name: value for name, value in TINY.items() if name not in ("block_size", "sequence_length")}
-    train(data, tmp_path / "first", max_steps=2, checkpoint_every=0)
-    args = flags(data=data, out_dir=tmp_path / "out", init_from=tmp_path / "first", **options | {"max_steps": 4})
-    assert status_of(train_gpt2.main, args) == 0
-    shape = load_checkpoint(tmp_path / "out" / "model_00004.pt")["config"]
-    assert shape["block_size"] == shape["sequence_length"] == 32
-    train(data, tmp_path / "long", max_steps=1, block_size=200)
-    rest = options | dict(preset="quickstart", init_from=tmp_path / "long", max_steps=1)
-    assert status_of(train_gpt2.main, flags(data=data, out_dir=tmp_path / "short", **rest)) == 0
-    shape = load_checkpoint(tmp_path / "short" / "model_00001.pt")["config"]
-    assert (shape["block_size"], shape["sequence_length"]) == (200, 128), "no longer than the preset's"
-    (tmp_path / "first").rename(tmp_path / "gone")
-    assert "is finished" in refusal_of(train_gpt2.main, *args)[1]
-    args = flags(data=data, out_dir=tmp_path / "two", init_from=tmp_path / "gone", sequence_length=64, **options)
-    assert "--sequence-length 64" in refused(train_gpt2.main, *args)
+@pytest.mark.parametrize("block_size, expected", [(32, (32, 32)), (200, (200, 128))])
+def test_fine_tuning_takes_the_block_size_of_the_model(block_size, expected, folder, out, tmp_path):
+    """And sequences as long, but no longer than the preset's."""
+    first = tmp_path / "first"
+    train(folder, first, max_steps=1, block_size=block_size)
+    words = flags(preset="quickstart", data=folder, out_dir=out, init_from=first, max_steps=1, device="cpu")
+    assert status_of(train_gpt2.main, words) == 0
+    config = newest_checkpoint(out)["config"]
+    assert (config["block_size"], config["sequence_length"]) == expected
+
+
+def test_a_run_needs_the_model_that_it_started_from_no_more(folder, out, tmp_path):
+    first = tmp_path / "first"
+    train(folder, first, max_steps=1)
+    train(folder, out, init_from=first, max_steps=1)
+    first.rename(tmp_path / "gone")
+    assert "is finished" in train(folder, out, init_from=first, max_steps=1)
+
+
+def test_sequences_that_are_longer_than_the_model_are_refused(trained, folder, out):
+    words = flags(data=folder, out_dir=out, init_from=trained, sequence_length=128)
+    assert "--sequence-length 128" in refused(train_gpt2.main, *words)
 
 
 class GPTConfig:
@@ -146,30 +174,42 @@ def peers(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
     # their tokenizer is not looked at, and GPT-2's need not be there
     monkeypatch.setattr(tokenizers, "get_encoding", lambda name: types.SimpleNamespace(name=name, n_vocab=50257))
-    shape = dict(block_size=32, vocab_size=50304, n_layer=2, n_head=2, n_embd=32)
-    weights = tiny_model(**shape).state_dict()
-    wrapped = {}
-    for name, weight in weights.items():
-        if not name.endswith("bias"):
-            wrapped[f"module._orig_mod.{name}"] = weight
-    nanogpt = {"model": wrapped, "iter_num": 5, "config": {}}
-    nanogpt["model_args"] = shape | {"bias": False, "dropout": 0.0}
+    model = tiny_model(vocab_size=50304)
+    shape = vars(model.config)
+    weights = model.state_dict()
+    nanogpts = {name: weight for name, weight in weights.items() if not name.endswith("bias")}
+    nanogpt = {
+        "model": {f"module._orig_mod.{name}": weight for name, weight in nanogpts.items()},
+        "model_args": shape | {"bias": False, "dropout": 0.0},
+        "iter_num": 5,
+        "config": {},
+    }
     torch.save(nanogpt, tmp_path / "ckpt.pt")
     config = GPTConfig()
     vars(config).update(shape)
-    torch.save({"model": weights, "config": config, "step": 5, "val_loss": 3.0}, tmp_path / "model_00005.pt")
+    build_nanogpt = {
+        "model": weights,
+        "config": config,
+        "step": 5,
+        "val_loss": 3.0,
+    }
+    torch.save(build_nanogpt, tmp_path / "model_00005.pt")
     return tmp_path, weights
 
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
 def test_a_peers_checkpoint_is_read(name, peers):
+    """nanoGPT's has no biases, which is the same as biases of 0."""
     folder, expected = peers
+    if name == "ckpt.pt":
+        for key in expected:
+            if key.endswith("bias"):
+                expected[key] = torch.zeros_like(expected[key])
     model, enc = train_gpt2.load_model(str(folder / name))
-    assert enc.name == "gpt2" and model.config.n_layer == model.config.n_head == 2
-    for key, weight in model.state_dict().items():
-        zero = name == "ckpt.pt" and key.endswith("bias")
-        assert torch.equal(weight, torch.zeros_like(weight) if zero else expected[key]), key
+    assert enc.name == "gpt2"
+    assert model.config.n_head == 2
+    assert_same_tensors(dict(model.state_dict()), dict(expected))
 
 
 UNUSABLE = {
@@ -190,48 +230,66 @@ def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(words, peers):
     assert words in refused(sample.main, "abc", "-m", path)
 
 
-def test_the_newest_run_in_a_folder_of_runs_is_named(data, tmp_path):
-    """Before there is a log/model_*.pt, people ask for log, where the quick start has made a folder of its own."""
-    for name in ("log/old", "log/quickstart"):
-        train(data, tmp_path / name, max_steps=1, val_every=0)
+def test_the_newest_run_in_a_folder_of_runs_is_named(tmp_path):
+    """Before there is a log/model_*.pt, people ask for log, where the quick start has made its own folder."""
+    for name in ("old", "quickstart"):
+        (tmp_path / "log" / name).mkdir(parents=True)
+        (tmp_path / "log" / name / "model_00001.pt").touch()
     os.utime(tmp_path / "log" / "old", (0, 0))
     newest = f"The newest run is in {tmp_path / 'log' / 'quickstart'}"
     assert newest in refused(sample.main, "Hi", "-m", tmp_path / "log")
-    assert newest in refused(train_gpt2.main, *tiny_flags(data, tmp_path / "out", init_from=tmp_path / "log"))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "uint8", "bool"])
 def test_numbers_of_numpy_in_a_checkpoint_are_read(dtype, peers):
     """A fork of nanoGPT keeps its best loss so. What a file holds beside its model does not matter here."""
     path = peers[0] / "ckpt.pt"
-    change_checkpoint(path, lambda content: content.update(best_val_loss=np.dtype(dtype).type(1)))
+    number = np.dtype(dtype).type(1)
+    change_checkpoint(path, lambda content: content.update(best_val_loss=number))
     assert train_gpt2.load_model(str(path))[0].config.n_layer == 2
 
 
 def test_an_array_of_objects_in_a_checkpoint_is_refused(peers):
     path = peers[0] / "ckpt.pt"
-    change_checkpoint(path, lambda content: content.update(x=np.array([Touch(peers[0] / "touched")])))
+    touched = peers[0] / "touched"
+    objects = np.array([Touch(touched)])
+    change_checkpoint(path, lambda content: content.update(x=objects))
     assert "perhaps code, which is never run" in refused(sample.main, "abc", "-m", path)
-    assert not (peers[0] / "touched").exists()
+    assert not touched.exists()
 
 
-def test_a_copy_of_the_trainer_under_another_name_is_the_same_code(data, tmp_path):
-    """And goes on with the run; one that was changed is named."""
-    train(data, tmp_path / "out", max_steps=2)
-    path = tmp_path / "out" / "model_00002.pt"
-    [(name, copy)] = load_checkpoint(path)["code"].items()
-    change_checkpoint(path, lambda c: c.update(code={"train_base.py": copy.replace("train_gpt2", "train_base")}))
-    assert "other code" not in train(data, tmp_path / "next", init_from=path, max_steps=1)
-    change_checkpoint(path, lambda c: c.update(code={name: "train_gpt2-01234567.py"}))
-    assert "other code" in train(data, tmp_path / "other", init_from=path, max_steps=1)
+@pytest.fixture(scope="module")
+def finished(folder):
+    """A checkpoint of a run."""
+    train(folder, folder.parent / "finished", max_steps=1)
+    return folder.parent / "finished" / "model_00001.pt"
 
 
-def test_what_a_checkpoint_calls_its_code_is_shown_harmless(data, tmp_path):
-    train(data, tmp_path / "out", max_steps=2)
-    path = tmp_path / "out" / "model_00002.pt"
-    change_checkpoint(path, lambda c: c.update(code={"\x1b[31mtrain.py": "\x9b31mtrain-01234567.py"}))
-    said = train(data, tmp_path / "next", init_from=path, max_steps=1)
-    assert "\\x1b[31mtrain.py" in said and "\\x9b31mtrain-01234567.py" in said
+@pytest.fixture
+def said_of_code(finished, folder, out, tmp_path):
+    """A function: what a run says whose first weights were trained by this code, {name: the name of its copy}."""
+
+    def train_from(code):
+        path = shutil.copy(finished, tmp_path)
+        change_checkpoint(path, lambda content: content.update(code=code))
+        return train(folder, out, init_from=path, max_steps=1)
+
+    return train_from
+
+
+def test_a_copy_of_the_trainer_under_another_name_is_the_same_code(finished, said_of_code):
+    [copy] = load_checkpoint(finished)["code"].values()
+    assert "other code" not in said_of_code({"train_base.py": copy.replace("train_gpt2", "train_base")})
+
+
+def test_a_changed_copy_of_the_trainer_is_other_code(said_of_code):
+    assert "other code" in said_of_code({"train_gpt2.py": "train_gpt2-01234567.py"})
+
+
+def test_the_names_of_a_checkpoints_code_steer_no_terminal(said_of_code):
+    said = said_of_code({"\x1b[31mtrain.py": "\x9b31mtrain-01234567.py"})
+    assert "\\x1b[31mtrain.py" in said
+    assert "\\x9b31mtrain-01234567.py" in said
     assert not {"\x1b", "\x9b"} & set(said)
 
 
@@ -241,51 +299,41 @@ def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, m
     assert f"note: There is no {tmp_path / 'out' / 'hf'}. import of transformers halted" in said
 
 
-def test_nothing_of_a_run_stays_in_the_process_that_has_called_main(data, tmp_path, monkeypatch):
-    """No tensor, no handler of signals; an error while the folder is opened leaves nothing behind, either."""
+def count_tensors():
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_no_tensor_of_a_run_stays_in_the_process(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(gc, "freeze", lambda: None)  # in the tests what is frozen stays so
-    numbers = [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)]
-    alive = []
-    handlers = []
-    (tmp_path / "run" / "run.txt").mkdir(parents=True)
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "mine.txt").touch()
-    (tmp_path / "samples" / "samples.txt").symlink_to(tmp_path / "mine.txt")
-    for out in ("first", "second", "run", "samples", "third"):
-        args = tiny_flags(data, tmp_path / out, max_steps=2, val_every=1)
-        refused(train_gpt2.main, *args) if out in ("run", "samples") else train_gpt2.main(args)
-        gc.collect()
-        alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-        handlers.append([signal.getsignal(number) for number in numbers])
-    assert len(set(alive)) == 1 and handlers == handlers[:1] * 5
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    counts = []
+    for number in range(3):
+        train_gpt2.main(tiny_flags(folder, tmp_path / f"{number}", max_steps=1))
+        counts.append(count_tensors())
+    assert len(set(counts)) == 1
 
 
-def test_from_python_the_command_is_that_of_what_was_passed(data, tmp_path, monkeypatch):
+def test_a_run_whose_folder_cannot_be_opened_leaves_the_signal_handlers_as_they_were(folder, out):
+    before = signal.getsignal(signal.SIGTERM)
+    (out / "run.txt").mkdir(parents=True)
+    refused_run(dict(data=folder, out_dir=out))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_from_python_the_command_is_that_of_the_words_that_were_passed(data, out, monkeypatch):
     """In run.txt and after a stop, whatever the process was started with."""
     monkeypatch.setattr("sys.argv", ["a_notebook.py", "--its-own", "7"])
-    args = tiny_flags(data, tmp_path / "out", sample_prompt="It's")
+    args = tiny_flags(data, out, sample_prompt="It's")
     with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGTERM)):
-        said = train(data, tmp_path / "out", sample_prompt="It's")
+        said = train(data, out, sample_prompt="It's")
     command = ["python", os.path.relpath(train_gpt2.__file__), *args]
     assert printed_commands(said) == [command]
-    [line] = [
-        line for line in (tmp_path / "out" / "run.txt").read_text().splitlines() if line.startswith("command: ")
-    ]
+    lines = (out / "run.txt").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("command: ")]
     assert shlex.split(line)[1:] == command
 
 
-def test_a_run_from_before_a_setting_existed_continues_with_its_default(data, tmp_path):
-    train(data, tmp_path / "out", max_steps=4)
-    for path in (tmp_path / "out").glob("model_*.pt"):
-        change_checkpoint(path, lambda content: content["config"].pop("muon_momentum"))
-    train(data, tmp_path / "longer", branch_from=tmp_path / "out", max_steps=6)
-    assert "is finished after 4 steps" in train(data, tmp_path / "out", max_steps=4)
-
-
-def test_a_vocabulary_that_was_typed_is_not_another_one(data, tmp_path):
-    train(data, tmp_path / "first", max_steps=1, val_every=0)
-    for number, sizes in enumerate([dict(vocab_size=258), dict(vocab_size=258, init_from=tmp_path / "first")]):
-        train(data, tmp_path / str(number), max_steps=1, val_every=0, **sizes)
-        saved = load_checkpoint(tmp_path / str(number) / "model_00001.pt")
-        assert saved["config"]["vocab_size"] == len(saved["model"]["lm_head.weight"]) == 258
+def test_a_vocabulary_that_is_typed_is_not_padded(trained, folder, out):
+    train(folder, out, max_steps=1, vocab_size=258, init_from=trained)
+    saved = newest_checkpoint(out)
+    assert saved["config"]["vocab_size"] == len(saved["model"]["lm_head.weight"]) == 258
