@@ -173,9 +173,10 @@ def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypa
 
 
 def test_every_flag_of_every_program_has_a_help_text():
-    for program in (bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer):
-        comments = flags.comments_of(program.Options)
-        assert all(comments[field.name][1] for field in dataclasses.fields(program.Options)), program
+    programs = (bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
+    for options in (train_gpt2.TrainConfig, *[program.Options for program in programs]):
+        comments = flags.comments_of(options)
+        assert all(comments[field.name][1] for field in dataclasses.fields(options)), options
 
 
 @dataclass

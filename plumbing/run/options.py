@@ -47,9 +47,8 @@ class RunOptions(StartOptions):
     # HellaSwag's examples; downloaded if missing
     hellaswag_data: Annotated[str, PER_NODE] = "hellaswag/hellaswag_val.jsonl"
     sample_every: int = 250  # steps between samples
-    sample_prompt: Annotated[str, "may be empty"] = (
-        "Hello, I'm a language model,"  # text that the samples continue
-    )
+    # text that the samples continue
+    sample_prompt: Annotated[str, "may be empty"] = "Hello, I'm a language model,"
     checkpoint_every: int = 500  # steps between checkpoints; 0: only at the end
     keep_checkpoints: Positive[int] = 2  # number of newest checkpoints to keep
     milestone_every: int = 0  # steps between checkpoints that are never deleted
