@@ -93,9 +93,8 @@ def read_flags(
 
     args: the words to read instead of the command line.
     """
-    source_code.source_of(
-        config_class
-    )  # read now: the file may change in the seconds that importing torch takes
+    # now, because the file may change in the seconds that importing torch takes
+    source_code.source_of(config_class)
     words = None if args is None else [str(arg) for arg in args]
     return flags.read(config_class, words, presets=presets, synonyms=OTHER_TRAINERS)
 

@@ -97,7 +97,7 @@ def keep_copies(config: Any) -> None:
 def check_code(saved: Code, config_class: type, source: str, *, goes_on: bool) -> None:
     """Print a note if the running code differs from the `saved` code (if known) that trained the model in `source`.
 
-    A run that goes on may use any file. Otherwise, train_gpt2.py instead of a changed copy is a UserError.
+    A run that continues may use any file. Otherwise, train_gpt2.py instead of a changed copy is a UserError.
     """
     if not saved or is_same(saved, config_class):
         return
