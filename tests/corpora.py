@@ -1,13 +1,13 @@
 """Texts, a tokenizer that is trained on some, and what shards of them must hold, worked by hand."""
 
+import csv
 import functools
-import gzip
 import itertools
 import json
 import os
 import pydoc_data.topics
 import random
-import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import tokenizer
 from fineweb import Options, prepare
 from plumbing.data import tokenizers
 
-from harness import die_at, patched
+from harness import KILLED, die_at, patched, run
 
 # letters of many scripts, digits, blanks of every kind, signs, contractions, characters beyond 16 bits
 COMMON = list(" \n\t\r  '\u2019sSdDtTlLvVeErR.,!?0123456789abcdefghijklmnopqrstuvwxyzABCDE")
@@ -31,7 +31,11 @@ def odd_texts(count, seed=0):
     rng = random.Random(seed)
     anything = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
     pools = [COMMON] * 7 + [RARE] * 2 + [anything]
-    return ["".join(rng.choice(rng.choice(pools)) for _ in range(rng.randrange(60))) for _ in range(count)]
+    texts = []
+    for _ in range(count):
+        characters = [rng.choice(rng.choice(pools)) for _ in range(rng.randrange(60))]
+        texts.append("".join(characters))
+    return texts
 
 
 @functools.cache
@@ -66,7 +70,10 @@ def random_texts(count, seed=0, longest=300):
 
 def as_bytes(texts):
     """What the byte tokenizer must make of documents: 256, then the bytes of UTF-8, each document in turn."""
-    return np.array([token for text in texts for token in [256, *text.encode()]], dtype=np.uint16)
+    tokens = []
+    for text in texts:
+        tokens += [256, *text.encode()]
+    return np.array(tokens, dtype=np.uint16)
 
 
 def documents(folder, split):
@@ -76,19 +83,23 @@ def documents(folder, split):
         tokens = np.load(path)
         starts = np.flatnonzero(tokens == 256)
         assert starts[0] == 0
-        found += [bytes(ids[1:].astype(np.uint8)) for ids in np.split(tokens, starts[1:])]
+        for ids in np.split(tokens, starts[1:]):
+            found.append(bytes(ids[1:].astype(np.uint8)).decode())
     return found
 
 
 def holds(folder, texts):
     """Whether the shards hold these documents, each whole in one of the splits, in the order of the input."""
-    left = {split: documents(folder, split) for split in ("train", "val")}
+    train = documents(folder, "train")
+    val = documents(folder, "val")
     for text in texts:
-        split = next((split for split in left if left[split][:1] == [text.encode()]), None)
-        if split is None:
+        for left in (train, val):
+            if left[:1] == [text]:
+                del left[0]
+                break
+        else:
             return False
-        del left[split][0]
-    return not left["train"] and not left["val"]
+    return train == val == []
 
 
 def read(folder, pattern="*.npy"):
@@ -103,17 +114,28 @@ def read_meta(folder, name="meta.json"):
     return json.loads(Path(folder, name).read_text(encoding="utf-8"))
 
 
-def write_jsonl(path, texts):
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    return str(path)
+def write_rows(path, rows):
+    """A file of these rows, in the format that its name says: a table, or JSON lines. Returns its path."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    elif path.suffix == ".csv":
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(rows[0])
+            for row in rows:
+                writer.writerow(json.dumps(value) if isinstance(value, list) else value for value in row.values())
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def write_texts(path, texts):
+    return write_rows(path, [{"text": text} for text in texts])
 
 
 def write_parquet(path, texts, column="text"):
-    nested = [{"b": "not this"}] * len(texts)  # parquet calls this field a.b, as a column may be called, too
-    pq.write_table(pa.table({"id": range(len(texts)), "a": nested, column: texts}), path, row_group_size=7)
-    return str(path)
+    nested = {"b": "not this"}  # Parquet calls this field a.b, as a column may be called, too
+    return write_rows(path, [{"id": 0, "a": nested, column: text} for text in texts])
 
 
 def die_at_rename(number, after=True):
@@ -137,13 +159,24 @@ def renamed_by(function, *args, **options):
     return names
 
 
-def kills(names):
-    """Numbers of renames to be killed at: the first of each kind of file, one in the middle, and the last."""
-    kinds = [re.sub(r"\d+", "", name) for name in names]
-    return sorted({kinds.index(kind) + 1 for kind in kinds} | {len(names) // 2, len(names)})
+def call_and_die(number, function, *args):
+    with die_at_rename(number, after=number % 2 == 0):
+        function(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_again_and_again(function, *args):
+    """Run function(*args) in a process that is killed at the first file that gets its name, then in one that is killed
+    at its second one, and so on."""
+    for number in range(1, 9):
+        run(call_and_die, number, function, *args, ends=[KILLED])
 
 
 def make(tmp_path, *inputs, name="out", **options):
-    return prepare(
-        Options(**{"input": tuple(map(str, inputs)), "out_dir": str(tmp_path / name), "tokenizer": "bytes"} | options)
-    )
+    """Make shards of these files, with the byte tokenizer. Returns their folder."""
+    settings = {
+        "input": tuple(map(str, inputs)),
+        "out_dir": str(tmp_path / name),
+        "tokenizer": "bytes",
+    }
+    return Path(prepare(Options(**settings | options)))

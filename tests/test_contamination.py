@@ -1,95 +1,138 @@
 """contamination.py: what it finds is what a comparison of all 13-grams finds, wherever the shards begin and end."""
 
-import json
 import random
 
 import contamination
 import numpy as np
-from fineweb import Options, prepare
+import pytest
 from plumbing.data import tokenizers
 
-from corpora import corpus, read, train_small
-from harness import refused
+from corpora import corpus, make, read, train_small, write_rows, write_texts
+from harness import change_meta, refused
 
 
-def nonsense(rng, words, count):
-    """Words in an order that does not occur twice."""
-    return " ".join(rng.choice(words) for _ in range(count))
-
-
-def write_lines(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
+def grams(tokens):
+    """All runs of 13 tokens."""
+    return {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
 
 
 def naive_contamination(examples, tokens, enc):
-    """The examples that have 13 tokens in a row in common with `tokens`, by comparing Python tuples."""
-    runs = {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
+    """The numbers of the examples that have 13 tokens in a row in common with `tokens`, and of no others."""
+    known = grams(tokens)
     found = set()
     for number, example in enumerate(examples, 1):
         for ending in example["endings"]:
             ids = enc.encode_ordinary(f"{example['ctx']} {ending}")
-            if any(tuple(ids[i : i + 13]) in runs for i in range(len(ids) - 12)):
+            if known & grams(ids):
                 found.add(number)
     return found
 
 
-def test_planted_contamination_is_found_and_clean_text_is_not(tmp_path, capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """(a folder with texts and examples, the examples). Some texts quote an example, whole or in part."""
+    folder = tmp_path_factory.mktemp("planted")
+    enc = train_small("gpt2")
+    tokenizers.write_encoding(enc, folder / "small.tiktoken")
+    rng = random.Random(0)
+    words = sorted(filter(str.isalpha, " ".join(corpus()).split()))
+
+    def nonsense(count):
+        """Words in an order that does not occur twice."""
+        return " ".join(rng.choice(words) for _ in range(count))
+
+    texts = [nonsense(30) for _ in range(60)]
+    write_texts(folder / "clean.jsonl", texts)
+    examples = [{"ctx": nonsense(20), "endings": [nonsense(9) for _ in range(4)]} for _ in range(60)]
+    for i in range(0, 58, 7):
+        whole = f"{examples[i]['ctx']} {examples[i]['endings'][i % 4]}"
+        texts[i] += f" {whole} {nonsense(9)}"
+        part = " ".join(examples[i + 2]["ctx"].split()[:5])  # some 16 tokens
+        texts[i + 2] += f" {part} {nonsense(9)}"
+    twelve = enc.encode_ordinary(" " + examples[1]["ctx"])[:12]  # too few
+    texts[1] += f"{enc.decode(twelve)} ~ {nonsense(9)}"
+    write_texts(folder / "texts.jsonl", texts)
+    write_rows(folder / "eval.jsonl", examples)
+    return folder, examples
+
+
+# of shards of 20 tokens, most of the quoted runs begin in one shard and end in another
+@pytest.mark.parametrize("name, shard_size", [("texts", 10**6), ("texts", 20), ("clean", 10**6)])
+def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted, name, shard_size, monkeypatch):
     monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
     monkeypatch.setattr(contamination, "BLOCK", 50)
-    enc = train_small("gpt2")
-    rng = random.Random(0)
-    tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
-    words = sorted({word for text in corpus() for word in text.split() if word.isalpha()})
-    texts = [{"text": nonsense(rng, words, 30)} for _ in range(60)]
-    clean = write_lines(tmp_path / "clean.jsonl", texts)
-    examples = [{"ctx": nonsense(rng, words, 20), "endings": [nonsense(rng, words, 9)] * 4} for _ in range(60)]
-    for i in range(0, 58, 7):  # a whole example, in the middle of a document
-        texts[i]["text"] += f" {examples[i]['ctx']} {examples[i]['endings'][0]} {nonsense(rng, words, 9)}"
-        part = " ".join(examples[i + 2]["ctx"].split()[:5])  # some 16 tokens
-        texts[i + 2]["text"] += f" {part} {nonsense(rng, words, 9)}"
-    almost = enc.decode(enc.encode_ordinary(" " + examples[1]["ctx"])[:12])  # twelve are too few
-    texts[1]["text"] += f"{almost} ~ {nonsense(rng, words, 9)}"
-    paths = [write_lines(tmp_path / f"{i}.jsonl", texts[i::2]) for i in range(2)]
-    evaluation = write_lines(tmp_path / "eval.jsonl", examples)
-    # shards of 20 tokens: most of the planted runs begin in one shard and end in another
-    cases = [("one", paths, 10**6), ("many", paths, 20), ("clean", [clean], 10**6)]
-    for name, inputs, size in cases:
-        options = dict(tokenizer=str(tmp_path / "small.tiktoken"), shard_size=size, out_dir=str(tmp_path / name))
-        folder = prepare(Options(input=tuple(inputs), **options))
-        found = contamination.report(folder, evaluation)
-        assert set(found) == set(naive_contamination(examples, read(folder, "*.npy").tolist(), enc))
-        assert not found if name == "clean" else set(found) > set(range(1, 59, 7)) and 2 not in found
-    (tmp_path / "one" / "meta.json").unlink()  # as build-nanogpt's shards have none
-    capsys.readouterr()
-    contamination.main(["--data", str(tmp_path / "one"), "--eval", evaluation])
+    folder, examples = planted
+    options = dict(tokenizer=str(folder / "small.tiktoken"), shard_size=shard_size)
+    shards = make(tmp_path, folder / f"{name}.jsonl", **options)
+    found = set(contamination.report(shards, folder / "eval.jsonl"))
+    assert found == naive_contamination(examples, read(shards).tolist(), train_small("gpt2"))
+    if name == "clean":
+        assert not found
+    else:
+        assert found >= set(range(1, 59, 7))
+        assert 2 not in found
+
+
+def test_the_command_says_how_many_examples_were_found(tmp_path, planted, capsys):
+    folder, _ = planted
+    shards = make(tmp_path, folder / "texts.jsonl", tokenizer=str(folder / "small.tiktoken"))
+    change_meta(shards, shards={})  # as one made by hand may have none
+    contamination.main(["--data", str(shards), "--eval", str(folder / "eval.jsonl")])
     said = capsys.readouterr().out
-    assert " of 60 examples (" in said
+    share = int(said.partition(" of 60 examples (")[0].split()[-1]) / 60
+    assert f" of 60 examples ({share:.2%}) share 13 or more" in said
     assert "line 1:" in said
     assert "note: " not in said
 
 
-def test_bad_input_is_one_line_and_status_2(tmp_path):
-    np.save(tmp_path / "x_val_000000.npy", np.zeros(20, np.uint16))
-    (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
-    write_lines(tmp_path / "text.jsonl", [{"text": "a"}])
-    cases = [
-        (tmp_path / "none", "text.jsonl", "no shards in"),
-        (tmp_path, "text.jsonl", "Line 1 of"),
-        (tmp_path, "missing.jsonl", "Download HellaSwag's examples with hellaswag.py"),
-    ]
-    for folder, name, words in cases:
-        assert words in refused(contamination.main, "--data", folder, "--eval", tmp_path / name)
-
-
-def test_a_match_of_bytes_tells_little_and_a_note_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(contamination, "BLOCK", 4)
-    texts = {"val_000000": b"It is the same fou", "train_000001": b"rteen letters", "train_000002": b"the same four"}
+@pytest.fixture
+def byte_shards(tmp_path):
+    """A folder with three shards of bytes."""
+    texts = {
+        "val_000000": b"It is the same fou",
+        "train_000001": b"rteen letters",
+        "train_000002": b"the same four, the same fourteen",
+    }
     for name, text in texts.items():
         np.save(tmp_path / f"x_{name}.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
-    evaluation = write_lines(tmp_path / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
-    assert contamination.report(tmp_path, evaluation) == {1: 18}
+    return tmp_path
+
+
+def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards, capsys, monkeypatch):
+    monkeypatch.setattr(contamination, "BLOCK", 4)
+    examples = [{"ctx": "the same", "endings": ["four cats", "fourteen hats"]}]
+    examples += [{"ctx": "rteen", "endings": ["letters"]}, {"ctx": "It is the same", "endings": ["fourteen letters"]}]
+    path = write_rows(byte_shards / "eval.jsonl", examples)
+    assert contamination.report(byte_shards, path) == {1: 18, 2: 13, 3: 31}
     said = capsys.readouterr().out
-    assert "note: 13 bytes in a row are often the same by chance" in said
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("  line")] == ["3:", "1:", "2:"]
     assert "18 tokens, the first 13 of them in x_val_000000.npy at 6: 'the same fourteen '" in said
+
+
+def test_a_match_of_bytes_tells_little(byte_shards, capsys):
+    path = write_rows(byte_shards / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
+    contamination.report(byte_shards, path)
+    assert "note: 13 bytes in a row are often the same by chance" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "folder, name, words",
+    [
+        ("none", "text.jsonl", "no shards in"),
+        (".", "text.jsonl", "Line 1 of"),
+        (".", "short.jsonl", "has 13 tokens"),
+        (".", "missing.jsonl", "Download HellaSwag's examples with hellaswag.py"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(byte_shards, folder, name, words):
+    write_rows(byte_shards / "text.jsonl", [{"text": "a"}])
+    write_rows(byte_shards / "short.jsonl", [{"ctx": "a", "endings": ["b"]}])
+    line = refused(contamination.main, "--data", byte_shards / folder, "--eval", byte_shards / name)
+    assert words in line
+
+
+def test_shards_that_are_not_complete_are_refused(byte_shards):
+    change_meta(byte_shards, complete=False)
+    path = write_rows(byte_shards / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
+    assert "are not complete" in refused(contamination.main, "--data", byte_shards, "--eval", path)

@@ -1,12 +1,9 @@
 """fineweb.py: what it writes is what a plain loop over the documents gives, whatever happens on the way."""
 
-import functools
-import json
 import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tracemalloc
@@ -15,8 +12,6 @@ from pathlib import Path
 
 import fineweb
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tiktoken
 import train_gpt2
@@ -27,126 +22,170 @@ from plumbing.files import lock_folder
 from corpora import (
     TABLES,
     as_bytes,
-    die_at_rename,
     documents,
     holds,
-    kills,
+    kill_again_and_again,
     make,
     random_texts,
     read,
     read_meta,
-    renamed_by,
-    write_jsonl,
     write_parquet,
+    write_rows,
+    write_texts,
 )
-from harness import KILLED, ROOT, full_disk, listing, patched, printed_commands, refused, run, status_of
+from harness import ROOT, change_meta, full_disk, listing, patched, printed_commands, refused, run, status_of
+
+TEXTS = random_texts(60)
 
 
-def test_names_meta_json_and_the_last_lines_say_what_is_there(tmp_path, capsys):
-    texts = random_texts(30)
-    path = write_parquet(tmp_path / "a.parquet", texts)
-    folder = Path(make(tmp_path, path, shard_size=6000))
-    assert holds(folder, texts)
+@pytest.fixture
+def path(tmp_path):
+    """A file with TEXTS."""
+    return write_texts(tmp_path / "a.jsonl", TEXTS)
+
+
+def make_small(tmp_path, path, **options):
+    """Make some ten shards."""
+    return make(tmp_path, path, **{"shard_size": 5000} | options)
+
+
+# ----- Shards -------------------------------------------------------------------------------------------
+
+
+def test_meta_json_describes_the_shards(tmp_path, path):
+    folder = make_small(tmp_path, path)
     arrays = {path.name: np.load(path) for path in folder.glob("*.npy")}
     assert len(arrays) > 3
     assert sorted(os.listdir(folder)) == sorted([*arrays, "meta.json", *TABLES])
     meta = read_meta(folder)
     assert meta["shards"] == {name: len(array) for name, array in arrays.items()}
-    assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"]) == ("input", "bytes", 257)
-    assert (meta["documents"], meta["tokens"], meta["complete"]) == (30, len(as_bytes(texts)), True)
-    train, val = (len(read(folder, f"*_{split}_*")) for split in ("train", "val"))
-    assert f"{train:,} tokens to train on, {val:,} to validate on" in capsys.readouterr().out
-    for name, array in arrays.items():  # each is what np.save writes, to the byte
-        np.save(tmp_path / "saved.npy", array)
-        assert (tmp_path / "saved.npy").read_bytes() == (folder / name).read_bytes()
+    assert meta["tokens"] == sum(map(len, arrays.values()))
+    expected = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "documents": 60, "complete": True}
+    assert meta == meta | expected
 
 
-@pytest.mark.parametrize(
-    "dataset, texts, lengths",
-    [
-        ("", ["x" * 100], [11, 90]),  # a single document is cut
-        ("", ["x" * 9, "y" * 99], [10, 100]),
-        ("", ["x" * 99, "y" * 9], [10, 100]),
-        ("python-docs", ["x" * 99] * 20, [200, 800, 1000]),
-        ("python-docs", ["x" * 900, "y"], [2, 901]),
-    ],
-)
-def test_every_input_has_two_splits(tmp_path, dataset, texts, lengths, monkeypatch):
-    """Of Python's documentation, in an order that is random, the first shard is for validation, or the first tenth."""
-    monkeypatch.setattr(python_docs, "python_docs", lambda: texts)
-    source = {"dataset": dataset} if dataset else {"input": (write_jsonl(tmp_path / "a.jsonl", texts),)}
-    if dataset and len(texts[0]) == 99:
-        lengths = [1000, 1000]
-    folder = make(tmp_path, shard_size=1000, **source)
-    assert list(read_meta(folder)["shards"].values()) == lengths
-    assert len(read(folder, "*_val_*")) == lengths[0]
-    assert sorted(read(folder)) == sorted(as_bytes(texts))
+def test_the_last_lines_say_how_much_there_is(tmp_path, path, capsys):
+    folder = make_small(tmp_path, path)
+    train = len(read(folder, "*_train_*"))
+    val = len(read(folder, "*_val_*"))
+    said = capsys.readouterr().out
+    assert f"{train:,} tokens to train on, {val:,} to validate on" in said
+    assert "from 60 documents" in said
 
 
-@pytest.mark.parametrize("longest", [3, 30, 3000])  # the last: most documents are longer than a shard
+def test_a_shard_is_what_np_save_writes(tmp_path, path):
+    for shard in make_small(tmp_path, path).glob("*.npy"):
+        np.save(tmp_path / "saved.npy", np.load(shard))
+        assert (tmp_path / "saved.npy").read_bytes() == shard.read_bytes()
+
+
+@pytest.mark.parametrize("longest", [30, 3000])  # the second: most documents are longer than a shard
 def test_shards_hold_whole_documents_up_to_their_size(tmp_path, longest):
-    texts = random_texts(300, longest=longest)
-    folder = Path(make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), shard_size=1000))
+    texts = random_texts(100, longest=longest)
+    folder = make(tmp_path, write_texts(tmp_path / "a.jsonl", texts), shard_size=1000)
     assert holds(folder, texts)
     shards = [np.load(path) for path in folder.glob("*.npy")]
-    assert all(len(shard) <= 1000 or np.count_nonzero(shard == 256) == 1 for shard in shards)
-    assert len(shards) > 2
+    assert len(shards) > 5
+    for shard in shards:
+        assert len(shard) <= 1000 or np.count_nonzero(shard == 256) == 1
 
 
 def test_max_tokens_ends_with_a_document(tmp_path):
     texts = random_texts(400, longest=30)
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    path = write_texts(tmp_path / "a.jsonl", texts)
     folder = make(tmp_path, path, shard_size=1000, max_tokens=2345)
-    num_documents = np.count_nonzero(read(folder) == 256)
-    assert holds(folder, texts[:num_documents])
-    assert 2345 <= len(read(folder)) < 2345 + len(texts[num_documents - 1].encode()) + 1
+    last = np.count_nonzero(read(folder) == 256) - 1
+    assert holds(folder, texts[: last + 1])
+    num_tokens = len(read(folder))
+    assert num_tokens - len(as_bytes([texts[last]])) < 2345 <= num_tokens
 
 
-@pytest.mark.parametrize("shard_size", [3000, 100_000])
-def test_one_document_in_eleven_is_for_validation_whatever_the_size_of_a_shard(tmp_path, shard_size):
+# ----- Two splits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", [["x" * 100], ["x" * 9, "y" * 99], ["x" * 99, "y" * 9]])
+def test_every_input_has_two_splits(tmp_path, texts):
+    folder = make(tmp_path, write_texts(tmp_path / "a.jsonl", texts))
+    val = read(folder, "*_val_*")
+    train = read(folder, "*_train_*")
+    assert 0 < len(val) < 0.2 * len(train)
+    assert sorted([*val, *train]) == sorted(as_bytes(texts))
+
+
+@pytest.mark.parametrize(
+    "lengths, first",
+    [([99] * 20, 1000), ([900, 1], 2)],  # the first shard or, of a single one, about a tenth
+)
+def test_of_pythons_documentation_the_first_shard_is_for_validation(tmp_path, lengths, first, monkeypatch):
+    texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
+    monkeypatch.setattr(python_docs, "python_docs", lambda: texts)
+    folder = make(tmp_path, dataset="python-docs", shard_size=1000)
+    assert len(read(folder, "*_val_*")) == first
+    assert sorted(documents(folder, "val") + documents(folder, "train")) == texts
+    assert {path.name[:11] for path in folder.glob("*.npy")} == {"pythondocs_"}
+
+
+def numbers_for_validation(folder):
+    """The numbers that the texts in the validation split end with."""
+    return [int(text.split()[-1]) for text in documents(folder, "val")]
+
+
+def test_one_document_in_eleven_is_for_validation(tmp_path):
     """They are from all parts of the input."""
-    texts = [f"Document {n}." for n in range(660)]
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
-    chosen = [
-        documents(make(tmp_path, path, name=f"out{size}", shard_size=size), "val") for size in (shard_size, 10_000)
-    ]
-    assert chosen[0] == chosen[1]
-    assert len(chosen[0]) == 60
-    numbers = [int(text.split()[1].rstrip(b".")) for text in chosen[0]]
+    path = write_texts(tmp_path / "a.jsonl", [f"Document {n}" for n in range(660)])
+    numbers = numbers_for_validation(make(tmp_path, path))
+    assert len(numbers) == 60
     assert np.histogram(numbers, 10, (0, 660))[0].min() >= 4
 
 
-def test_of_a_large_text_fewer_documents_are_for_validation(tmp_path):
+def test_the_size_of_a_shard_does_not_change_the_splits(tmp_path):
+    path = write_texts(tmp_path / "a.jsonl", [f"Document {n}" for n in range(660)])
+    one = make(tmp_path, path, name="one")
+    many = make(tmp_path, path, name="many", shard_size=3000)
+    assert len(list(one.glob("*.npy"))) < len(list(many.glob("*.npy")))
+    assert documents(one, "val") == documents(many, "val")
+
+
+@pytest.mark.parametrize("options", [{"shard_size": 30}, {"shard_size": 300, "max_tokens": 3000}])
+def test_of_a_large_text_fewer_documents_are_for_validation(tmp_path, options):
     texts = random_texts(400, longest=3)
-    folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", texts), shard_size=30)
-    assert 0 < len(documents(folder, "val")) < 0.02 * len(texts)
+    folder = make(tmp_path, write_texts(tmp_path / "a.jsonl", texts), **options)
+    val = len(read(folder, "*_val_*"))
+    assert 0 < val < 0.2 * len(read(folder))
 
 
 def test_of_a_folder_of_files_those_for_validation_are_from_all_of_it(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(66):
         (tmp_path / "texts" / f"{number:02d}.txt").write_text(f"File {number}", encoding="utf-8")
-    numbers = [int(text.split()[1]) for text in documents(make(tmp_path, tmp_path / "texts"), "val")]
+    numbers = numbers_for_validation(make(tmp_path, tmp_path / "texts"))
     assert np.histogram(numbers, 3, (0, 66))[0].tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    "name, length",
-    [("a b.md", 40), (".notes.txt", 30_000), ("-x.txt", 900), ("\x1b[31m.txt", 7000)],
-)
-def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, name, length, monkeypatch, capsys):
-    """A hidden file strewed its shards over the current folder, and the next command was --data ""."""
+# ----- The command that comes next ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [40, 30_000])
+def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path(name).write_text("To be. " * (length // 7), encoding="utf-8")
+    Path("a b.md").write_text("To be. " * (length // 7), encoding="utf-8")
+    fineweb.main(["--input", "a b.md", "--tokenizer", "bytes"])
+    command = printed_commands(capsys.readouterr().out)[-1]
+    assert Path(command[1]).name == "train_gpt2.py"
+    assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "\x1b[31m.txt"])
+def test_the_folder_is_named_after_the_first_file(tmp_path, name, monkeypatch, capsys):
+    """A hidden file's shards were strewn over the current folder, and the next command was --data ""."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("To be. " * 100, encoding="utf-8")
     fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
+    folder = name.strip(".").removesuffix(".txt")
+    assert sorted(os.listdir()) == sorted([name, folder])
     said = capsys.readouterr().out
-    folder = name.lstrip(".").split(".")[0]
     assert "\x1b" not in said
-    assert sorted(os.listdir(tmp_path)) == sorted([name, folder])
-    if "\x1b" not in name:  # a shell other than this test's reads it
-        command = printed_commands(said)[-1]
-        assert Path(command[1]).name == "train_gpt2.py"
-        assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
+    assert f"data={folder}" in said or f"data {folder}" in said or "\x1b" in name
 
 
 @pytest.mark.parametrize(
@@ -165,23 +204,25 @@ def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, 
     assert " ".join(str(word) for group in command[2:] for word in group) == words
 
 
-def test_what_comes_next_knows_the_presets_of_the_trainer():
-    for name, suited in preparation.PRESETS.items():
-        preset = train_gpt2.PRESETS[name]
-        assert (preset.sequence_length, preset.total_batch_size) == (suited.sequence_length, suited.batch_tokens)
-        assert suited.least_steps <= preset.max_steps
-        assert 0.9 * preset.max_steps < suited.most_steps or name == "quickstart"
+@pytest.mark.parametrize("name", preparation.PRESETS)
+def test_what_comes_next_knows_the_presets_of_the_trainer(name):
+    suited = preparation.PRESETS[name]
+    preset = train_gpt2.PRESETS[name]
+    assert preset.sequence_length == suited.sequence_length
+    assert preset.total_batch_size == suited.batch_tokens
+    assert suited.least_steps <= preset.max_steps
+    assert 0.9 * preset.max_steps < suited.most_steps or name == "quickstart"
 
 
-def test_neither_cores_nor_batches_change_a_byte(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(200))
-    for name, num_proc, chars in (("one", 1, 2**19), ("two", 2, 5000), ("five", 5, 100)):
-        with patched(preparation, "BATCH_BYTES", chars):
-            make(tmp_path, path, name=f"{name}/out", num_proc=num_proc, shard_size=7000)
-    one = listing(tmp_path / "one")
-    assert len(one) > 5
-    assert listing(tmp_path / "two") == one
-    assert listing(tmp_path / "five") == one
+# ----- Cores and memory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_proc, batch_bytes, queue_bytes", [(2, 5000, 10_000), (5, 100, 2**26)])
+def test_neither_cores_nor_batches_change_a_byte(tmp_path, path, num_proc, batch_bytes, queue_bytes, monkeypatch):
+    one = listing(make_small(tmp_path, path, name="one/out", num_proc=1))
+    monkeypatch.setattr(preparation, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(preparation, "QUEUE_BYTES", queue_bytes)
+    assert listing(make_small(tmp_path, path, name="more/out", num_proc=num_proc)) == one
 
 
 def measure_memory(tmp_path, key):
@@ -190,8 +231,7 @@ def measure_memory(tmp_path, key):
     preparation.QUEUE_BYTES = 400_000
     for number, count in enumerate((20, 20, 200)):
         rows = [{"text": "A text."}, *[{key: "x" * 100_000}] * count, {"text": "Another."}]
-        path = tmp_path / f"{count}.jsonl"
-        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        path = write_rows(tmp_path / f"{count}.jsonl", rows)
         tracemalloc.start()
         make(tmp_path, path, name=f"out{number}", shard_size=200_000, num_proc=4)
         print("peak", tracemalloc.get_traced_memory()[1])
@@ -206,206 +246,168 @@ def test_memory_does_not_grow_with_the_input(tmp_path, key):
     assert large < small + 3_000_000
 
 
-def make_and_die(tmp_path, paths, name, *, number, after, options):
-    preparation.BATCH_BYTES = readers.BLOCK_CHARS = 1000
-    with die_at_rename(number, after):
-        make(tmp_path, *paths, name=name, **options)
+# ----- The same command again ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, limit", [("jsonl", 0), ("jsonl", 30_000), ("txt", 0)])
-def test_killed_at_a_rename_the_same_command_ends_with_the_same_bytes(tmp_path, kind, limit, monkeypatch):
-    monkeypatch.setattr(readers, "BLOCK_CHARS", 1000)
-    texts = random_texts(40) + ["one long document " * 300]
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl", texts[20 * i : 20 * i + 20]) for i in range(3)]
+def make_in_small_blocks(tmp_path, name, path, max_tokens):
+    with patched(preparation, "BATCH_BYTES", 1000), patched(readers, "BLOCK_CHARS", 1000):
+        return make(tmp_path, path, name=f"{name}/out", shard_size=2000, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("kind, max_tokens", [("jsonl", 0), ("jsonl", 30_000), ("txt", 0)])
+def test_after_kills_the_same_command_ends_with_the_same_bytes(tmp_path, path, kind, max_tokens):
     if kind == "txt":
-        paths = [tmp_path / "a.txt"]
-        paths[0].write_text("\n".join(texts), encoding="utf-8")
-    options = dict(shard_size=9000, max_tokens=limit)
-    renames = renamed_by(make, tmp_path, *paths, name="whole/out", **options)
-    whole = listing(tmp_path / "whole" / "out")
-    assert sum("_train_" in name for name in whole) > 3
-    for number in kills(renames):
-        after = number % 2 == 0 and number < len(renames)
-        die = functools.partial(make_and_die, number=number, after=after, options=options)
-        run(die, tmp_path, paths, f"{number}/out", ends=[KILLED])
-        assert listing(make(tmp_path, *paths, name=f"{number}/out", **options)) == whole
+        path = tmp_path / "a.txt"
+        path.write_text("\n".join(TEXTS), encoding="utf-8")
+    whole = listing(make_in_small_blocks(tmp_path, "whole", path, max_tokens))
+    assert len(whole) > 8
+    kill_again_and_again(make_in_small_blocks, tmp_path, "killed", path, max_tokens)
+    assert listing(make_in_small_blocks(tmp_path, "killed", path, max_tokens)) == whole
 
 
-def test_a_finished_folder_is_left_alone_and_a_damaged_shard_made_again_by_one_process(tmp_path, capsys):
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    folder = make(tmp_path, path, shard_size=5000)
+def test_a_finished_folder_can_be_used_by_several_processes(tmp_path, path, capsys):
+    folder = make_small(tmp_path, path)
     before = listing(folder)
-    with lock_folder(folder):  # what is complete can be used by several at once
-        make(tmp_path, path, shard_size=5000)
-    assert "is complete" in capsys.readouterr().out
-
-    def lose_shards(shard):
-        meta = read_meta(shard.parent) | {"shards": {}}
-        (shard.parent / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-
-    for damage in (lambda file: os.truncate(file, 5000), lambda file: os.truncate(file, 0), os.remove, lose_shards):
-        damage(Path(folder) / "out_train_000002.npy")
-        with lock_folder(folder), pytest.raises(UserError, match="in use by another process"):
-            make(tmp_path, path, shard_size=5000)
-        make(tmp_path, path, shard_size=5000)
-        assert listing(folder) == before
-
-
-def test_bad_lines_can_be_mended_and_the_run_goes_on(tmp_path, capsys):
-    texts = random_texts(60)
-    path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
-    lines = path.read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join([*lines[:50], lines[50][:-3], *lines[51:]]), encoding="utf-8")
-    with patched(preparation, "BATCH_BYTES", 1000), pytest.raises(UserError, match="Line 51"):
-        make(tmp_path, str(path), shard_size=5000, num_proc=1)
-    assert (tmp_path / "out" / "out_val_000000.npy").exists()
-    path.write_text("\n".join(lines), encoding="utf-8")
-    folder = make(tmp_path, str(path), shard_size=5000)
-    assert holds(folder, texts)
-    # meta.json tells of the file as it is now, else the same command would take it for another one
-    before = listing(folder)
-    make(tmp_path, str(path), shard_size=5000)
+    with lock_folder(folder):
+        make_small(tmp_path, path)
     assert "is complete" in capsys.readouterr().out
     assert listing(folder) == before
 
 
-def write_until(path, texts, bad_line):
-    """Make shards of `texts` up to a line that is damaged, as a kill would leave them; the lines of the whole file."""
-    lines = Path(write_jsonl(path, texts)).read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join([*lines[:bad_line], "{", *lines[bad_line + 1 :]]), encoding="utf-8")
-    with patched(preparation, "BATCH_BYTES", 1000), pytest.raises(UserError, match="is not a valid JSON object"):
-        make(path.parent, str(path), shard_size=5000, num_proc=1)
+@pytest.mark.parametrize("length", [None, 0, 2000])
+def test_a_damaged_shard_is_made_again_by_one_process(tmp_path, path, length):
+    folder = make_small(tmp_path, path)
+    before = listing(folder)
+    shard = folder / "out_train_000002.npy"
+    if length is None:
+        shard.unlink()
+    else:
+        os.truncate(shard, length)
+    with lock_folder(folder), pytest.raises(UserError, match="in use by another process"):
+        make_small(tmp_path, path)
+    make_small(tmp_path, path)
+    assert listing(folder) == before
+
+
+def test_a_meta_json_without_shards_is_not_complete(tmp_path, path):
+    folder = make_small(tmp_path, path)
+    before = listing(folder)
+    change_meta(folder, shards={})
+    make_small(tmp_path, path)
+    assert listing(folder) == before
+
+
+def damage_line(path, number):
+    """Damage a line of the file, and make shards of those before it. Returns the lines as they were."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:number], "{", *lines[number + 1 :]]), encoding="utf-8")
+    with patched(preparation, "BATCH_BYTES", 1000):
+        with pytest.raises(UserError, match=f"Line {number + 1} of .* is not a valid JSON object"):
+            make_small(path.parent, path, num_proc=1)
     return lines
+
+
+def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(tmp_path, path):
+    lines = damage_line(path, 50)
+    first = tmp_path / "out" / "out_train_000001.npy"
+    written = first.stat().st_mtime_ns
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert holds(make_small(tmp_path, path), TEXTS)
+    assert first.stat().st_mtime_ns == written
+
+
+def test_a_file_that_was_repaired_is_known_afterwards(tmp_path, path, capsys):
+    lines = damage_line(path, 50)
+    path.write_text("\n".join([*lines, '{"text": "more"}']), encoding="utf-8")
+    make_small(tmp_path, path)
+    make_small(tmp_path, path)
+    assert "is complete" in capsys.readouterr().out
 
 
 # the first rows stay: the file's beginning is compared in another way
 CHANGES = {
-    "cut": lambda lines: lines[:15],
-    "cut at the place": lambda lines: lines[:-10],
-    "removed": lambda lines: lines[:15] + lines[18:],
-    "inserted": lambda lines: lines[:15] + lines[:3] + lines[15:],
-    "replaced": lambda lines: [*lines[:15], lines[14], *lines[16:]],
-    "swapped": lambda lines: [*lines[:15], lines[16], lines[15], *lines[17:]],
+    "cut": lambda lines, row: lines[:15],
+    "cut at the place": lambda lines, row: lines[:row],
+    "removed": lambda lines, row: lines[:15] + lines[18:],
+    "inserted": lambda lines, row: lines[:15] + lines[:3] + lines[15:],
+    "replaced": lambda lines, row: [*lines[:15], lines[14], *lines[16:]],
+    "swapped": lambda lines, row: [*lines[:15], lines[16], lines[15], *lines[17:]],
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_whose_rows_in_shards_have_changed_is_named(tmp_path, change):
+def test_a_file_whose_rows_in_shards_have_changed_is_named(tmp_path, path, change):
     """Rows were missing or there twice, and the shards said to be complete."""
-    path = tmp_path / "a.jsonl"
-    lines = write_until(path, random_texts(60), bad_line=50)
+    lines = damage_line(path, 50)
     row = list(read_meta(tmp_path / "out")["ends"].values())[-1]["row"]
-    if change == "cut at the place":
-        lines = lines[: row + 10]
-    path.write_text("\n".join(CHANGES[change](lines)), encoding="utf-8")
+    path.write_text("\n".join(CHANGES[change](lines, row)), encoding="utf-8")
     before = listing(tmp_path / "out")
     with pytest.raises(UserError, match=f"a.jsonl has changed: its first {row} rows are in the shards, but "):
-        make(tmp_path, str(path), shard_size=5000)
+        make_small(tmp_path, path)
     assert listing(tmp_path / "out") == before
 
 
 def test_rows_of_a_table_that_have_changed_are_seen_as_well(tmp_path):
-    texts = [*random_texts(50), None, *random_texts(50, seed=1)]
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=7)
-    folder = Path(make(tmp_path, path, shard_size=5000))
-    meta = read_meta(folder) | {"complete": False}
-    meta["shards"] = dict(list(meta["shards"].items())[:-4])
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    pq.write_table(pa.table({"text": [*texts[:20], "other", *texts[21:]]}), path, row_group_size=7)
+    texts = [*TEXTS[:30], None, *TEXTS[31:]]
+    folder = make_small(tmp_path, write_texts(path, texts))
+    shards = read_meta(folder)["shards"]
+    change_meta(folder, complete=False, shards=dict(list(shards.items())[:-4]))
+    texts[20] = "other"
+    write_texts(path, texts)
     with pytest.raises(UserError, match="a.parquet has changed: its first"):
-        make(tmp_path, path, shard_size=5000)
+        make_small(tmp_path, path)
 
 
-@pytest.mark.parametrize(
-    "name", ["../v/v_train_000001.npy", "/v_train_000001.npy", "..\\v_train_000001.npy", "a.txt"]
-)
-def test_a_meta_json_that_names_files_elsewhere_is_refused(tmp_path, name):
-    """Someone else's led to shards of another folder, which were written over."""
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    folder = Path(make(tmp_path, path, shard_size=5000))
-    meta = read_meta(folder)
-    end = meta["ends"].popitem()[1]
-    meta |= {"complete": False, "shards": {name: 5}, "ends": {name: end}}
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    before = listing(tmp_path)
-    with pytest.raises(UserError, match="meta.json is damaged: its shards cannot be"):
-        make(tmp_path, path, shard_size=5000)
-    assert listing(tmp_path) == before
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_input_with_another_beginning_is_refused(tmp_path, path, complete):
+    folder = make_small(tmp_path, path)
+    change_meta(folder, complete=complete)
+    write_texts(path, ["other", *TEXTS[1:]])
+    with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
+        make_small(tmp_path, path)
 
 
-@pytest.mark.parametrize("field, value", [("ends", [7, 3, 1]), ("ends", {"row": 1, "x": 2}), ("sources", None)])
-def test_a_meta_json_of_another_version_is_one_line(tmp_path, field, value):
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    folder = Path(make(tmp_path, path, shard_size=5000))
-    meta = read_meta(folder) | {"complete": False}
-    if field == "ends":
-        meta["ends"] = dict.fromkeys(meta["ends"], value)
-    else:
-        meta["made_from"][field] = value
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    with pytest.raises(UserError, match="meta.json is damaged, or of another version"):
-        make(tmp_path, path, shard_size=5000)
+def test_of_complete_shards_an_input_with_more_at_its_end_is_refused(tmp_path, path):
+    make_small(tmp_path, path)
+    write_texts(path, [*TEXTS, "more"])
+    with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
+        make_small(tmp_path, path)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
-def test_columns_that_are_not_read_are_named_in_the_last_line(tmp_path, kind, capsys):
-    records = [{"title": f"T{n}", "doc": {"text": f"D{n}"}, "label": False, "none": None} for n in range(24)]
-    path = tmp_path / f"a.{kind}"
-    column = "doc.text"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(records), path)
-    elif kind == "jsonl":
-        path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    else:
-        path.write_text("title,text,label\n" + "a,b,0\n" * 24, encoding="utf-8")
-        column = "text"
-    make(tmp_path, path, text_column=column)
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert "not read: title (24 rows)" in said
-    assert "label (24 rows)" in said
-    assert "doc" not in said
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_an_input_that_is_another_text_is_refused(tmp_path, begun, capsys):
-    path = Path(write_jsonl(tmp_path / "a.jsonl", random_texts(60)))
-    folder = Path(make(tmp_path, str(path), shard_size=5000))
-    meta = read_meta(folder) | {"complete": not begun}
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    text = path.read_bytes()
-    # with another start; with more at its end, which may be mended while not all is read
-    for other in [text.replace(b"the", b"two"), text + text[:-1]][: 1 if begun else 2]:
-        path.write_bytes(other)
-        with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
-            make(tmp_path, str(path), shard_size=5000)
-    path.write_bytes(text)
-    folder.rename(tmp_path / "renamed")  # the names of its shards stay
-    make(tmp_path, str(path), name="renamed", shard_size=5000)
-    assert ("is complete" in capsys.readouterr().out) != begun
+def test_in_a_folder_that_was_renamed_the_names_of_shards_stay(tmp_path, path):
+    folder = make_small(tmp_path, path)
+    change_meta(folder, complete=False)
+    folder.rename(tmp_path / "renamed")
+    make_small(tmp_path, path, name="renamed")
     assert {file.name[:4] for file in (tmp_path / "renamed").glob("*.npy")} == {"out_"}
 
 
-def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
-    fsync = os.fsync
-    calls = []
+def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path, path):
+    def replace_until_full(part, name):
+        (full_disk if Path(name).name == "out_train_000003.npy" else replace)(part, name)
 
-    def full(number):
-        if stat.S_ISREG(os.fstat(number).st_mode):  # a full disk can still flush a folder
-            calls.append(number)
-        # meta.json and the tokenizer's two files, one of them twice, then two or three files for each run of rows
-        (full_disk if len(calls) > 10 else fsync)(number)
-
-    with patched(os, "fsync", full), pytest.raises(UserError, match="No space left"):
-        make(tmp_path, path, shard_size=4000)
+    with patched(os, "replace", replace_until_full) as replace:
+        with pytest.raises(UserError, match="No space left"):
+            make_small(tmp_path, path)
     before = listing(tmp_path / "out")
-    assert len(before) > 5
+    assert "out_train_000002.npy" in before
     assert not any(name.endswith(".part") for name in before)
-    make(tmp_path, path, shard_size=4000)
-    after = listing(tmp_path / "out")
-    assert after == listing(make(tmp_path, path, name="other/out", shard_size=4000))
-    assert all(after[name] == digest for name, digest in before.items() if name.endswith(".npy"))
+    after = listing(make_small(tmp_path, path))
+    assert after == listing(make_small(tmp_path, path, name="other/out"))
+    kept = {name: digest for name, digest in before.items() if name != "meta.json"}
+    assert after == after | kept
+
+
+def test_the_quick_start_takes_the_shards_that_are_there(tmp_path, path):
+    """Made with another tokenizer, by another Python."""
+    folder = make_small(tmp_path, path)
+    before = listing(folder)
+    fineweb.make_python_docs(str(folder))
+    assert listing(folder) == before
+
+
+# ----- Importing ----------------------------------------------------------------------------------------
 
 
 def test_importing_runs_nothing(tmp_path):
@@ -425,20 +427,58 @@ def test_importing_runs_nothing(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_the_limit_on_addresses_that_a_cluster_may_set_is_enough(tmp_path):
     """Which is 2 GB with ulimit -v 2000000: this tokenizer leaves what the real ones need."""
-    pq.write_table(pa.table({"text": random_texts(30)}), tmp_path / "a.parquet")
+    path = write_texts(tmp_path / "a.parquet", TEXTS)
     code = "import fineweb; from plumbing.cli import console; console.run(fineweb.main); "
     code += "print(open('/proc/self/status').read())"
-    args = ["--input", tmp_path / "a.parquet", "--num-proc=2", "--tokenizer=bytes", "--out-dir", tmp_path / "out"]
+    args = ["--input", path, "--num-proc=2", "--tokenizer=bytes", "--out-dir", tmp_path / "out"]
     done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True)
     assert int(re.search(r"VmPeak:\s+(\d+) kB", done.stdout)[1]) < 1_500_000, done
 
 
-def test_the_quick_start_takes_the_shards_that_are_there(tmp_path):
-    """Made with another tokenizer, by another Python."""
-    folder = make(tmp_path, write_jsonl(tmp_path / "a.jsonl", random_texts(9)), name="python_docs")
-    before = listing(folder)
-    fineweb.make_python_docs(str(folder))
-    assert listing(folder) == before
+# ----- Bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["../v/v_train_000001.npy", "/v_train_000001.npy", "..\\v_train_000001.npy", "a.txt"]
+)
+def test_a_meta_json_that_names_files_elsewhere_is_refused(tmp_path, path, name):
+    """Someone else's led to shards of another folder, which were written over."""
+    folder = make_small(tmp_path, path)
+    end = read_meta(folder)["ends"].popitem()[1]
+    change_meta(folder, complete=False, shards={name: 5}, ends={name: end})
+    before = listing(tmp_path)
+    with pytest.raises(UserError, match="meta.json is damaged: its shards cannot be"):
+        make_small(tmp_path, path)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ends": {"out_val_000000.npy": [7, 3, 1]}},
+        {"ends": {"out_val_000000.npy": {"row": 1, "x": 2}}},
+        {"made_from": {"sources": None}},
+    ],
+)
+def test_a_meta_json_of_another_version_is_refused(tmp_path, path, changes):
+    change_meta(make_small(tmp_path, path), complete=False, **changes)
+    with pytest.raises(UserError, match="meta.json is damaged, or of another version"):
+        make_small(tmp_path, path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_columns_that_are_not_read_are_named_in_the_last_line(tmp_path, kind, capsys):
+    rows = [{"title": f"T{n}", "text": f"D{n}", "label": False, "none": None} for n in range(24)]
+    make(tmp_path, write_rows(tmp_path / f"a.{kind}", rows))
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "not read: title (24 rows), label (24 rows)" + ", none (24 rows)" * (kind == "parquet")
+
+
+def test_an_object_with_the_text_is_read(tmp_path, capsys):
+    rows = [{"title": f"T{n}", "doc": {"text": f"D{n}"}} for n in range(24)]
+    folder = make(tmp_path, write_rows(tmp_path / "a.jsonl", rows), text_column="doc.text")
+    assert holds(folder, [f"D{n}" for n in range(24)])
+    assert capsys.readouterr().out.endswith("\nnot read: title (24 rows)\n")
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
@@ -478,16 +518,16 @@ BAD_INPUTS = {
 }
 
 
-def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
-    texts = random_texts(5)
-    write_jsonl(tmp_path / "good.jsonl", texts)
-    parquet = write_parquet(tmp_path / "p.parquet", texts, column="content")
+@pytest.fixture(scope="module")
+def bad_inputs(tmp_path_factory):
+    """A folder with what BAD_INPUTS name."""
+    folder = tmp_path_factory.mktemp("bad")
+    write_texts(folder / "good.jsonl", TEXTS)
+    parquet = write_parquet(folder / "p.parquet", TEXTS, column="content")
     contents = {
         "empty.jsonl": b"\n",
         "keys.json": b'{"data": [{"text": "a"}]}',
-        "cut.parquet": Path(parquet).read_bytes()[:-20],
+        "cut.parquet": parquet.read_bytes()[:-20],
         "a.pdf": b"text\n",
         "foreign/x_train_000001.npy": b"",
         "strange/meta.json": b'{"tokenizer": "bytes"}',
@@ -496,16 +536,23 @@ def test_bad_input_is_one_line_and_status_2_and_changes_nothing(tmp_path, monkey
         "saved/state.json": b"{}",
     }
     for name, content in contents.items():
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_bytes(content)
-    ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(4, "big"): i for i in range(256, 65536)}
-    parts = dict(pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 65536})
-    tokenizers.write_encoding(tiktoken.Encoding("big", **parts), "big.tiktoken")
-    before = listing(tmp_path)
-    for number, (words, said) in enumerate(BAD_INPUTS.items()):
-        args = shlex.split(words)
-        args += [] if "--tokenizer" in args else ["--tokenizer", "bytes"]
-        args += [] if "--out-dir" in args else ["--out-dir", f"out{number}"]
-        line = refused(fineweb.main, *args)
-        assert all(word in line for word in said.split(" & ")), (args, line)
-        assert listing(tmp_path) == before, args
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {i.to_bytes(4, "big"): i for i in range(256, 65536)}
+    special = {"<|endoftext|>": 65536}
+    big = tiktoken.Encoding("big", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=special)
+    tokenizers.write_encoding(big, folder / "big.tiktoken")
+    return folder
+
+
+@pytest.mark.parametrize("words", BAD_INPUTS)
+def test_bad_input_is_refused_in_one_line(bad_inputs, words, monkeypatch):
+    monkeypatch.chdir(bad_inputs)
+    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
+    before = listing(bad_inputs)
+    defaults = ["--tokenizer", "bytes"] * ("--tokenizer" not in words)
+    defaults += ["--out-dir", "out"] * ("--out-dir" not in words)
+    line = refused(fineweb.main, *shlex.split(words), *defaults)
+    assert all(said in line for said in BAD_INPUTS[words].split(" & ")), line
+    assert listing(bad_inputs) == before
