@@ -23,7 +23,6 @@ from plumbing.data import downloads, preparation, shards, tokenizers
 from plumbing.data import hub as hub_files
 
 from corpora import (
-    TABLES,
     as_bytes,
     die_at_rename,
     holds,
@@ -34,7 +33,7 @@ from corpora import (
     renamed_by,
     train_small,
 )
-from harness import KILLED, error_in, full_disk, listing, patched, refusal_of, refused, run, talk
+from harness import KILLED, change_meta, full_disk, listing, patched, refused, run, talk
 from hub import Server
 
 BYTES = ["--tokenizer", "bytes"]
@@ -91,70 +90,89 @@ def prepare(dataset="OWNER/stories", **options):
     return fineweb.prepare(fineweb.Options(**defaults | options))
 
 
+def failure(dataset="OWNER/stories", **options):
+    """The error with which a preparation fails."""
+    with pytest.raises(UserError) as caught:
+        prepare(dataset, **options)
+    return str(caught.value)
+
+
 def fetched(hub):
     """The data files that were asked for."""
     return re.findall(r"GET \S+/(\S+-\d\.parquet)", "\n".join(hub.asked))
 
 
-def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path, capsys):
-    texts = random_texts(30)
-    first = add_stories(hub, texts)
+def without_meta(folder):
+    """The files of a folder but for meta.json, which says where they are from."""
+    files = listing(folder)
+    assert files.pop("meta.json")
+    return files
+
+
+def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path):
+    commit = add_stories(hub, random_texts(30))
     prepare(shard_size=5000)
     (tmp_path / "local").mkdir()
-    for i in range(3):
-        (tmp_path / "local" / f"train-{i}.parquet").write_bytes(parquet(text=texts[10 * i : 10 * i + 10]))
+    for path, content in hub.data_sets["OWNER/stories"]["commits"][commit].items():
+        if "train" in path:
+            (tmp_path / "local" / Path(path).name).write_bytes(content)
     make(tmp_path, "local", name="copy/out", shard_size=5000)
-    ours = listing(tmp_path / "out")
-    theirs = listing(tmp_path / "copy" / "out")
-    assert ours.pop("meta.json")
-    assert theirs.pop("meta.json")
-    assert ours == theirs
-    assert len(ours) > 5
-    assert shards.origin("out") == f"OWNER/stories, default, train, {first}"
-    # the branch moves, and what was begun stays where it was
-    second = add_stories(hub, random_texts(30, seed=1))
-    prepare(shard_size=5000)
-    prepare(shard_size=5000, revision=first)
-    with pytest.raises(UserError, match=f"revision was '{first}' and is now '{second}'"):
-        prepare(shard_size=5000, revision="main")
+    assert without_meta("out") == without_meta("copy/out")
+    assert len(list(Path("out").glob("*.npy"))) > 3
+    assert shards.origin("out") == f"OWNER/stories, default, train, {commit}"
+
+
+def test_what_was_begun_stays_at_its_commit(hub):
+    first = add_stories(hub, random_texts(30))
+    prepare()
+    second = add_stories(hub, random_texts(30, seed=1))  # the branch moves
+    prepare()
+    assert read_meta("out")["made_from"]["revision"] == first
+    assert f"revision was '{first}' and is now '{second}'" in failure(revision="main")
     prepare(out_dir="second", revision="main")
     assert read_meta("second")["made_from"]["revision"] == second
-    # what is complete does not need the hub
-    hub.lasting["ANY /"], hub.asked[:] = "500", []
-    capsys.readouterr()
-    prepare(shard_size=5000)
+
+
+def test_what_is_complete_does_not_need_the_hub(hub, capsys):
+    add_stories(hub, random_texts(30))
+    prepare()
+    hub.lasting["ANY /"] = "500"
+    hub.asked.clear()
+    prepare()
     assert "is complete" in capsys.readouterr().out
     assert not hub.asked
 
 
-def test_configs_splits_and_revisions_are_named_when_one_is_missing(hub, tmp_path):
-    hub.add(
-        "OWNER/two",
-        {
-            "README.md": CONFIGS,
-            **dict.fromkeys(["de/a.jsonl", "en/a.jsonl", "en/test.jsonl"], jsonl(random_texts(20))),
-        },
-    )
+@pytest.fixture
+def two_configs(hub):
+    """OWNER/two, which was called two before, of two languages with 20 texts each."""
+    content = jsonl(random_texts(20))
+    files = {"README.md": CONFIGS, "de/a.jsonl": content, "en/a.jsonl": content, "en/test.jsonl": content}
     hub.renamed["two"] = "OWNER/two"
-    args = ["--dataset", "OWNER/two", *BYTES]
-    cases = {
-        "": "several configs. Choose one with --config: en, de.",
-        "--config fr": "no config 'fr'. Choose one with --config: en, de.",
-        "--config en --split dev": "no split 'dev'. Choose one with --split: train, test.",
-        "--revision v9": "OWNER/two: it has no such revision. Choose a commit, branch or tag",
-    }
-    for words, said in cases.items():
-        assert said in refused(fineweb.main, *args, *words.split())
-    # a folder of the same name is not what is asked for, and a data set may have been renamed
-    (tmp_path / "OWNER" / "two").mkdir(parents=True)
-    for name in ("OWNER/two", "two"):
-        prepare(name, config="en", out_dir=name.replace("/", "-"))
-        assert np.count_nonzero(read(name.replace("/", "-")) == 256) == 20
-        assert read_meta(name.replace("/", "-"))["dataset"] == "OWNER/two"
-    hub.asked.clear()
-    prepare("two", config="en", out_dir="two")
-    assert not hub.asked
-    prepare("OWNER/two", config="en", out_dir="two")
+    return hub.add("OWNER/two", files)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({}, "several configs. Choose one with --config: en, de."),
+        ({"config": "fr"}, "no config 'fr'. Choose one with --config: en, de."),
+        ({"config": "en", "split": "dev"}, "no split 'dev'. Choose one with --split: train, test."),
+        ({"revision": "v9"}, "OWNER/two: it has no such revision. Choose a commit, branch or tag from its page."),
+    ],
+)
+def test_what_there_is_to_choose_from_is_said(options, said, two_configs):
+    assert said in failure("OWNER/two", **options)
+
+
+@pytest.mark.parametrize("name", ["OWNER/two", "two"])
+def test_a_data_set_is_known_by_its_old_name(name, two_configs, hub):
+    """A folder of that name is not read."""
+    Path(name).mkdir(parents=True)
+    prepare(name, config="en")
+    assert np.count_nonzero(read("out") == 256) == 20
+    assert read_meta("out")["dataset"] == "OWNER/two"
+    prepare("OWNER/two", config="en")
 
 
 # another value of each flag that changes the tokens: (flags of the folder, another one, what is said)
@@ -173,10 +191,10 @@ OTHER_FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("state", ["begun", "complete"])
-def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(hub, state):
-    """Both values are named. Only one flag differs, and nothing is written."""
-    texts = random_texts(60)
+@pytest.fixture
+def inputs(hub):
+    """What the flags above name."""
+    texts = random_texts(40)
     for name in ("a", "b"):
         Path(f"{name}.jsonl").write_text(jsonl(texts, title=name), encoding="utf-8")
     Path("a.txt").write_text("x y ".join(texts), encoding="utf-8")
@@ -187,33 +205,50 @@ def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(hub, state):
     first = hub.add("OWNER/two", files | {"README.md": CONFIGS})
     hub.add("OWNER/two", files | {"README.md": CONFIGS + "New."})
     hub.data_sets["OWNER/two"]["refs"]["v1"] = first
-    for number, (words, change, said) in enumerate(OTHER_FLAGS):
-        program = smoltalk if "chats" in words else fineweb
-        flags = ["--shard-size", "500", "--out-dir", f"out{number}", *BYTES]
-        program.main([*words.split(), *flags])
-        if state == "begun":
-            meta = read_meta(f"out{number}") | {"complete": False}
-            meta["shards"].popitem()
-            Path(f"out{number}", "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        before = listing(f"out{number}")
-        if not change.startswith(("--input", "--dataset")):
-            flags = [*words.split(), *flags]
-        assert re.search(said, refused(program.main, *flags, *change.split())), change
-        assert listing(f"out{number}") == before, change
 
 
-def test_the_converted_branch_is_read_by_config(hub):
-    commit = hub.add("OWNER/old", {"old.py": "print('a script')"})
-    line = refused(fineweb.main, "--dataset", "OWNER/old", *BYTES)
-    assert "only a script" in line
-    assert "--revision refs/convert/parquet" in line
-    files = {f"{config}/train/0000.parquet": parquet(text=[config] * 40) for config in ("en", "de")}
-    converted = hub.add("OWNER/old", files)
-    hub.data_sets["OWNER/old"]["refs"] = {"main": commit, "refs/convert/parquet": converted}
-    line = refused(fineweb.main, "--dataset", "OWNER/old", "--revision", "refs/convert/parquet", *BYTES)
-    assert "Choose one with --config: de, en." in line
-    prepare("OWNER/old", revision="refs/convert/parquet", config="en")
+@pytest.mark.parametrize("words, change, said", OTHER_FLAGS)
+def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(words, change, said, inputs):
+    """Both values are named. Only one flag differs, and nothing is written."""
+    program = smoltalk if "chats" in words else fineweb
+    flags = ["--shard-size", "500", "--out-dir", "out", *BYTES]
+    program.main([*words.split(), *flags])
+    before = listing("out")
+    if not change.startswith(("--input", "--dataset")):
+        flags = [*words.split(), *flags]
+    assert re.search(said, refused(program.main, *flags, *change.split()))
+    assert listing("out") == before
+
+
+def test_another_value_of_a_flag_is_refused_where_shards_are_begun(inputs):
+    prepare("OWNER/two", config="en")
+    change_meta("out", complete=False)
+    assert "config was 'en' and is now 'de'" in failure("OWNER/two", config="de")
+
+
+def test_a_data_set_of_only_a_script_is_refused_with_what_to_do(hub):
+    hub.add("OWNER/old", {"old.py": "print('a script')"})
+    error = failure("OWNER/old")
+    assert "only a script" in error
+    assert "--revision refs/convert/parquet" in error
+
+
+@pytest.fixture
+def converted(hub):
+    """The hub's own copy of a data set, whose files are CONFIG/SPLIT/0000.parquet."""
+    files = {f"{config}/partial-train/0000.parquet": parquet(text=[config] * 40) for config in ("en", "de")}
+    commit = hub.add("OWNER/old", files)
+    hub.data_sets["OWNER/old"]["refs"] = {"refs/convert/parquet": commit}
+    return dict(dataset="OWNER/old", revision="refs/convert/parquet")
+
+
+def test_the_converted_branch_is_read_by_config(converted):
+    prepare(**converted, config="en")
     assert bytes(read("out")[1:3].astype(np.uint8)) == b"en"
+
+
+def test_the_configs_of_the_converted_branch_are_named(converted):
+    assert "Choose one with --config: de, en." in failure(**converted)
 
 
 CARD = "---\nconfigs: {}\n---"
@@ -234,15 +269,16 @@ def naming(pattern):
         ({"README.md": CARD.format("["), "a.jsonl": LINE}, {}, "is not clear & --input"),
         (naming("de/b.jsonl"), {}, "is not clear & de/b.jsonl"),
         (naming("/etc/passwd"), {}, "its card names /etc/passwd, which is not in the data set"),
-        ({"../../x.jsonl": LINE}, {}, "error: OWNER/x lists a file '../../x.jsonl', which would be written outside"),
+        ({"../../x.jsonl": LINE}, {}, "OWNER/x lists a file '../../x.jsonl', which would be written outside"),
         ({"a\\..\\..\\x.jsonl": LINE}, {}, "which would be written outside of its folder"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(hub, files, settings, words, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     hub.add("OWNER/x", files, **settings)
-    line = refused(fineweb.main, "--dataset", "OWNER/x", *BYTES)
-    assert all(word in line for word in words.split(" & ")), line
+    error = failure("OWNER/x")
+    for word in words.split(" & "):
+        assert word in error
     assert not list(tmp_path.rglob("*.npy"))
     assert not list(tmp_path.parent.glob("x.jsonl"))
 
@@ -256,16 +292,19 @@ def test_a_script_and_older_descriptions_beside_the_data_do_not_matter(hub, caps
     prepare("OWNER/old")
     assert sorted(read("out")) == sorted(as_bytes(texts))
     assert "note: 1 file of OWNER/old left out, such as more.csv." in capsys.readouterr().out
-    hub.add("OWNER/mixed", naming("*") | {"b.csv": "text\nnot this"})
+
+
+def test_of_several_types_the_most_common_is_read(hub, capsys):
+    hub.add("OWNER/mixed", naming("*") | {"a.parquet": "not this", "b.jsonl": LINE})
     found = hub_files.find_files(fineweb.Options(dataset="OWNER/mixed"))
-    assert [source.name for source in found.sources] == ["a.jsonl"]
-    assert "note: 1 file of OWNER/mixed left out, such as b.csv." in capsys.readouterr().out
+    assert [source.name for source in found.sources] == ["a.jsonl", "b.jsonl"]
+    assert "note: 1 file of OWNER/mixed left out, such as a.parquet." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("entry", [{"data_dir": "c{}"}, {"data_files": "c{}/*"}])
-def test_of_thousands_of_configs_one_is_looked_at(hub, entry):
-    (field, value), names = *entry.items(), [f"c{i}" for i in range(3000)]
-    card = json.dumps({"configs": [{"config_name": name, field: value.format(name[1:])} for name in names]})
+@pytest.mark.parametrize("field, value", [("data_dir", "{}"), ("data_files", "{}/*")])
+def test_of_thousands_of_configs_one_is_looked_at(field, value, hub):
+    names = [f"c{i}" for i in range(3000)]
+    card = json.dumps({"configs": [{"config_name": name, field: value.format(name)} for name in names]})
     hub.add("OWNER/many", {f"{name}/a.jsonl": name for name in names} | {"README.md": f"---\n{card}\n---\n"})
     found = hub_files.find_files(fineweb.Options(dataset="OWNER/many", config="c7"))
     assert [source.name for source in found.sources] == ["c7/a.jsonl"]
@@ -274,9 +313,13 @@ def test_of_thousands_of_configs_one_is_looked_at(hub, entry):
         hub_files.find_files(fineweb.Options(dataset="OWNER/many"))
 
 
-FAULTS = [*itertools.product(["500"], ["GET OWNER/stories", "GET tree", "HEAD train-1", "GET train-1", "GET README"])]
-FAULTS += [*itertools.product(["reset", "hang"], ["GET tree", "GET train-1"]), ("hang", "GET OWNER/stories")]
-FAULTS += [("429", "GET tree"), ("504", "GET train-1"), ("short", "GET train-1"), ("wrong", "GET train-1")]
+FAULTS = [
+    *itertools.product(["500"], ["GET OWNER/stories", "GET tree", "HEAD train-1", "GET train-1", "GET README"]),
+    *itertools.product(["reset"], ["GET tree", "GET train-1"]),
+    *itertools.product(["hang"], ["GET OWNER/stories", "GET tree", "GET train-1"]),
+    ("429", "GET tree"),
+    *itertools.product(["504", "short", "wrong"], ["GET train-1"]),
+]
 
 
 @pytest.mark.parametrize("fault, place", FAULTS)
@@ -292,30 +335,28 @@ def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
     assert not hub.faults
 
 
-@pytest.mark.parametrize("fault, said", [("500", "500"), ("wrong", "bytes that the hub lists")])
-def test_a_lasting_fault_is_one_line_and_what_is_prepared_stays(hub, fault, said):
-    texts = random_texts(30)
-    add_stories(hub, texts)
-    hub.lasting["GET train-2" if fault == "wrong" else "ANY train-2"] = fault
-    args = ["--dataset", "OWNER/stories", "--shard-size", "3000", "--out-dir", "out", *BYTES]
-    status, _, stderr = refusal_of(fineweb.main, *args)
-    line = error_in(stderr)  # there is a bar before it
-    assert status == 2
-    assert "train-2.parquet" in line
-    assert said in line
+@pytest.mark.parametrize(
+    "place, fault, said",
+    [("ANY train-2", "500", "500"), ("GET train-2", "wrong", "the download differs from the")],
+)
+def test_after_a_lasting_fault_the_next_start_continues(place, fault, said, hub):
+    add_stories(hub, random_texts(30))
+    hub.lasting[place] = fault
+    error = failure(shard_size=3000)
+    assert "train-2.parquet" in error
+    assert said in error
     before = listing("out")
-    assert len(list(Path("out").glob("*_train_*"))) > 1
     hub.lasting.clear()
     hub.asked.clear()
     prepare(shard_size=3000)
     assert "train-0.parquet" not in fetched(hub)  # it is in the shards
     after = listing("out")
-    assert all(after[name] == before[name] for name in before if "_train_" in name)
+    begun = [name for name in before if "_train_" in name]
+    assert len(begun) > 1
+    for name in begun:
+        assert after[name] == before[name]
     prepare(shard_size=3000, out_dir="whole/out")
-    whole = listing("whole/out")
-    assert after.pop("meta.json")
-    assert whole.pop("meta.json")
-    assert after == whole
+    assert without_meta("out") == without_meta("whole/out")
 
 
 def test_one_file_is_fetched_ahead_and_those_that_were_read_are_removed(hub):
@@ -337,74 +378,115 @@ def prepare_and_die(url, folder, renames):
         prepare(shard_size=3000, out_dir=str(folder / "out"))
 
 
-@pytest.mark.parametrize("renames, has_network", [(2, False), (13, True), (0, True)])
-def test_killed_it_continues_with_the_files_on_disk(hub, tmp_path, renames, has_network, monkeypatch):
-    """Killed when only the list of files is recorded, later, and where the shards become complete."""
+@pytest.fixture
+def killed(hub, tmp_path):
+    """killed(renames): kill a preparation when so many files have their names, None: all. "whole/out" is a whole one.
+
+    Returns the names of the fetched files that are left.
+    """
     add_stories(hub, random_texts(30))
     all_renames = renamed_by(prepare, shard_size=3000, out_dir="whole/out")
-    run(prepare_and_die, hub.url, tmp_path, renames or len(all_renames), ends=[KILLED])
-    Path("out/.lock").unlink()
-    if not has_network:
-        for path in Path("out/.download/data").glob("train-[12].parquet"):
-            path.unlink()
-        assert not list(Path("out").glob("*.npy"))
-        hub.lasting["ANY /"] = "500"
-        monkeypatch.setattr("time.sleep", lambda seconds: None)
-        args = ["--dataset", "OWNER/stories", "--shard-size", "3000", "--out-dir", "out", *BYTES]
-        assert "Could not download data/train-1" in error_in(refusal_of(fineweb.main, *args)[2])
-        assert list(Path("out").glob("*_train_*.npy"))  # of what was there
-        hub.lasting.clear()
-    there = {path.name for path in Path("out").glob(".download/data/*.parquet")}
+
+    def kill(renames):
+        run(prepare_and_die, hub.url, tmp_path, renames or len(all_renames), ends=[KILLED])
+        Path("out/.lock").unlink()
+        hub.asked.clear()
+        return {path.name for path in Path("out").glob(".download/data/*.parquet")}
+
+    return kill
+
+
+@pytest.mark.parametrize("renames", [2, 13, None], ids=["files are listed", "some are read", "all are read"])
+def test_killed_it_continues_with_the_files_on_disk(renames, killed, hub):
+    there = killed(renames)
     assert bool(there) == bool(renames)
     assert ("train-0.parquet" in there) == (renames == 2)  # later it has been read
-    hub.asked.clear()
     prepare(shard_size=3000)
     assert not set(fetched(hub)) & there
     assert not list(Path("out").glob(".download*"))
     assert listing("out") == listing("whole/out")
 
 
-def test_the_users_cache_is_used_and_left_alone(hub, tmp_path, monkeypatch):
-    import huggingface_hub
+def test_killed_it_reads_what_is_on_disk_without_a_network(killed, hub, monkeypatch):
+    killed(2)
+    for path in Path("out/.download/data").glob("train-[12].parquet"):
+        path.unlink()
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    hub.lasting["ANY /"] = "500"
+    assert "Could not download data/train-1" in failure(shard_size=3000)
+    assert list(Path("out").glob("*_train_*.npy"))
 
+
+def test_a_fetched_file_that_is_damaged_is_fetched_again(killed, hub):
+    killed(2)
+    Path("out/.download/data/train-0.parquet").write_bytes(parquet(text=["not this"]))
+    prepare(shard_size=3000)
+    assert "train-0.parquet" in fetched(hub)
+    assert listing("out") == listing("whole/out")
+
+
+@pytest.fixture
+def cached(hub, tmp_path):
+    """The commit of a data set that the user's cache has."""
     commit = add_stories(hub, random_texts(30))
     huggingface_hub.snapshot_download("OWNER/stories", repo_type="dataset")
-    before, hub.asked[:] = listing(tmp_path / ".hf"), []
+    hub.asked.clear()
+    return commit
+
+
+def test_the_users_cache_is_used_and_left_alone(cached, hub, tmp_path):
+    before = listing(tmp_path / ".hf")
     prepare()
     assert not fetched(hub)
     assert listing(tmp_path / ".hf") == before
+
+
+def test_offline_a_shard_is_made_again_of_the_users_cache(cached, hub, monkeypatch):
+    prepare()
+    tokens = read("out")
+    Path("out/out_train_000001.npy").unlink()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub.asked.clear()
-    tokens = read("out")
-    Path("out/out_train_000001.npy").unlink()  # made again of what meta.json and the cache know
     prepare()
     assert not hub.asked
     assert np.array_equal(read("out"), tokens)
-    assert read_meta("out")["made_from"]["revision"] == commit
-    line = refused(fineweb.main, "--dataset", "OWNER/other", *BYTES)
-    assert "offline mode is enabled" in line
-    assert "--input" in line
+    assert read_meta("out")["made_from"]["revision"] == cached
 
 
-def test_columns_are_joined_and_objects_walked_into(tmp_path):
-    rows = [
-        {"title": f"T{i}", "body": None if i == 3 else f"B{i}", "doc": {"content": {"text": f"D{i}"}}}
-        for i in range(40)
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    joined = [f"T{i}" if i == 3 else f"T{i}\n\nB{i}" for i in range(40)]
-    columns = {"title,body": joined, "doc.content.text": [f"D{i}" for i in range(40)]}
-    columns["title,doc.content.text"] = [f"T{i}\n\nD{i}" for i in range(40)]
-    for name in ("a.jsonl", "a.parquet"):
-        path = str(tmp_path / name)
-        for column, texts in columns.items():
-            assert holds(make(tmp_path, path, name=f"{name}-{column}", text_column=column), texts)
-        for column in ("titel,body", "doc.content", "doc.text", "doc.content.text.x"):
-            with pytest.raises(UserError, match="title, body, doc|under 'doc"):
-                make(tmp_path, path, name="wrong", text_column=column)
-    with pytest.raises(UserError, match="--text-column"):
-        make(tmp_path, path, name="wrong")
+def test_offline_another_data_set_is_refused(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    error = failure("OWNER/other")
+    assert "offline mode is enabled" in error
+    assert "--input" in error
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def table(request, tmp_path):
+    """A file of forty rows with a title, a body, which is missing once, and a text inside of an object."""
+    rows = [{"title": f"T{i}", "body": f"B{i}", "doc": {"content": {"text": f"D{i}"}}} for i in range(40)]
+    rows[3]["body"] = None
+    path = tmp_path / f"a.{request.param}"
+    if request.param == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "column, text",
+    [("title,body", "T{0}\n\nB{0}"), ("doc.content.text", "D{0}"), ("title,doc.content.text", "T{0}\n\nD{0}")],
+)
+def test_columns_are_joined_and_objects_walked_into(column, text, table, tmp_path):
+    texts = [text.format(i) for i in range(40)]
+    texts[3] = texts[3].removesuffix("\n\nB3")
+    assert holds(make(tmp_path, table, text_column=column), texts)
+
+
+@pytest.mark.parametrize("column", ["titel,body", "doc.content", "doc.text", "doc.content.text.x"])
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(column, table, tmp_path):
+    with pytest.raises(UserError, match="title, body, doc|under 'doc"):
+        make(tmp_path, table, text_column=column)
 
 
 def test_what_stands_for_a_file_that_git_lfs_keeps_is_not_read(tmp_path):
@@ -416,16 +498,15 @@ def test_what_stands_for_a_file_that_git_lfs_keeps_is_not_read(tmp_path):
 
 def test_conversations_of_the_hub(hub):
     chats = [talk(f"Q{i}", f"A{i}") for i in range(100)] + [talk("no answer", None)]
+    content = parquet(messages=chats)
     splits = ("train_sft", "test_sft")
-    hub.add("OWNER/chats", {f"data/{split}-00000-of-00001.parquet": parquet(messages=chats) for split in splits})
+    hub.add("OWNER/chats", {f"data/{split}-00000-of-00001.parquet": content for split in splits})
     args = ["--dataset", "OWNER/chats", "--max-length", "64", *BYTES]
     assert "Choose one with --split: " in refused(smoltalk.main, *args)
-    for _ in range(2):
-        smoltalk.main([*args, "--split", "train_sft"])
-        assert read_meta("chats")["dataset"] == "OWNER/chats"
-        assert not list(Path("chats").glob(".download*"))
-        hub.lasting["ANY /"] = "500"  # what is complete does not need the hub
+    smoltalk.main([*args, "--split", "train_sft"])
+    assert read_meta("chats")["dataset"] == "OWNER/chats"
     assert read_meta("chats")["documents"] == 100
+    assert not list(Path("chats").glob(".download*"))
 
 
 def test_smoltalk_is_read_in_the_config_that_has_all_of_it(hub):
@@ -440,86 +521,100 @@ def test_a_data_set_that_is_larger_than_the_disk_is_refused(hub):
     add_stories(hub, random_texts(30))
     usage = types.SimpleNamespace(free=1000)
     with patched(preparation.shutil, "disk_usage", lambda folder: usage):
-        line = refused(fineweb.main, "--dataset", "OWNER/stories", *BYTES)
-    assert "has 0.0 GB free. Make room, choose another --out-dir or, in fineweb.py, ask for less" in line
+        error = failure()
+    assert "has 0.0 GB free. Make room, choose another --out-dir or, in fineweb.py, ask for less" in error
     assert not fetched(hub)
-    assert not list(Path("stories").glob("*.npy"))
 
 
 def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
     """As build-nanogpt has it; each holds whole documents."""
     texts = random_texts(60)
-    places = {"default": "data", "sample-10BT": "sample/10BT", "sample-100BT": "sample/100BT"}
-    configs = [{"config_name": name, "data_files": f"{place}/*"} for name, place in places.items()]
+    configs = [{"config_name": f"sample-{name}", "data_files": f"sample/{name}/*"} for name in ("10BT", "100BT")]
     files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(text=texts[20 * i : 20 * i + 20]) for i in range(3)}
-    files |= {"sample/100BT/000_00000.parquet": b"not this", "data/a.parquet": b"not this"}
-    hub.add("HuggingFaceFW/fineweb-edu", files | {"README.md": CARD.format(json.dumps(configs))})
-    args = ["--shard-size", "7000", *BYTES]
-    fineweb.main(args)
+    files |= {"sample/100BT/000_00000.parquet": b"not this", "README.md": CARD.format(json.dumps(configs))}
+    hub.add("HuggingFaceFW/fineweb-edu", files)
+    fineweb.main(["--shard-size", "7000", *BYTES])
     assert "left out" not in capsys.readouterr().out  # the files of other configs are not missed
-    expected = [[]]
-    for text in texts:
-        if len(expected[-1]) + len(as_bytes([text])) > 7000:
-            expected.append([])
-        expected[-1] += as_bytes([text]).tolist()
-    names = ["edufineweb_val_000000.npy"] + [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(expected))]
-    assert sorted(os.listdir("edu_fineweb10B")) == sorted([*names, "meta.json", *TABLES])
-    assert len(names) > 3
-    assert [np.load(Path("edu_fineweb10B", name)).tolist() for name in names] == expected
-    hub.lasting["ANY /"] = "500"  # what is complete does not need the hub
-    fineweb.main(args)
-    assert "is complete" in capsys.readouterr().out
+    first, *others = sorted(Path("edu_fineweb10B").glob("*.npy"), key=lambda path: path.stem[-6:])
+    assert first.name == "edufineweb_val_000000.npy"
+    assert [path.name for path in others] == [f"edufineweb_train_{i:06d}.npy" for i in range(1, len(others) + 1)]
+    assert len(others) > 2
+    tokens = [np.load(path) for path in (first, *others)]
+    assert np.array_equal(np.concatenate(tokens), as_bytes(texts))
+    for shard in tokens:
+        assert shard[0] == 256
+        assert len(shard) <= 7000
 
 
-def test_ready_made_shards_come_whole_or_again(hub):
+@pytest.fixture
+def ready_made(hub):
+    """The three shards of 1,000 tokens that the hub has, in llm.c's format."""
     header = np.zeros(256, dtype="<i4")
-    files = {}
     header[:3] = 20240520, 1, 1000
-    for i, file in enumerate(["val_000000", "train_000001", "train_000002"]):
-        tokens = np.arange(50257 - 1000 * i, 49257 - 1000 * i, -1, dtype=np.uint16) - 1
-        files[f"finewebedu_{file}.bin"] = header.tobytes() + tokens.tobytes()
+    names = ["val_000000", "train_000001", "train_000002"]
+    tokens = np.random.default_rng(0).integers(0, 50257, (3, 1000), dtype=np.uint16)
+    files = {f"finewebedu_{name}.bin": header.tobytes() + row.tobytes() for name, row in zip(names, tokens)}
     hub.add("kjj0/finewebedu10B-gpt2", files)
+    return files
+
+
+def test_ready_made_shards_come_whole(ready_made, hub):
     hub.faults["GET train_000001"] = "short"
-    prepare("fineweb-edu", tokenizer="gpt2", pretokenized=2, out_dir=None)
+    fineweb.main(["--pretokenized", "2"])
     folder = Path("edu_fineweb10B")
-    assert set(os.listdir(folder)) - set(TABLES) == {*files, "meta.json"}
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == ready_made
     meta = read_meta(folder)
-    assert meta["shards"] == dict.fromkeys(files, 1000)
+    assert meta["shards"] == dict.fromkeys(ready_made, 1000)
     assert meta["tokens"] == 3000
     assert meta["complete"]
-    # one more shard than there is: said, and what is there stays
+
+
+def test_ready_made_shards_stay_where_there_are_no_more(ready_made):
+    fineweb.main(["--pretokenized", "2"])
     assert "finewebedu_train_000003.bin" in refused(fineweb.main, "--pretokenized", 3)
-    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == files
-    # nor is it whole while more are fetched
-    hub.add("kjj0/finewebedu10B-gpt2", {"finewebedu_train_000003.bin": files["finewebedu_train_000001.bin"]})
-    with patched(fineweb.shutil, "copyfileobj", full_disk), pytest.raises(UserError, match="No space left"):
-        prepare("fineweb-edu", tokenizer="gpt2", pretokenized=3, out_dir=None)
-    assert not read_meta(folder)["complete"]
+    assert {path.name: path.read_bytes() for path in Path("edu_fineweb10B").glob("*.bin")} == ready_made
 
 
-def test_a_download_is_whole_or_not_there(tmp_path, hub):
-    content = b"content" * 1000
-    path = tmp_path / "a.bin"
-    digest = hashlib.sha1(b"blob 7000\0" + content).hexdigest()  # as git has it, and hellaswag.py
-    hub.files, url = {"/a.bin": content}, f"{hub.url}/a.bin"
-    hub.lasting["GET a.bin"] = "short"
-    with pytest.raises(UserError, match="IncompleteRead.* Call a friend."):
-        downloads.download(url, str(path), digest, advice="Call a friend.")
-    hub.lasting["GET a.bin"] = "wrong"
-    with pytest.raises(UserError, match="the 7,000 bytes that came are not the expected file. Call a friend."):
-        downloads.download(url, str(path), digest, advice="Call a friend.")
-    assert not path.exists()
-    assert len(hub.asked) == 4
-    hub.lasting.clear()
+def test_ready_made_shards_are_not_complete_while_more_are_fetched(ready_made):
+    fineweb.main(["--pretokenized", "1"])
+    with patched(fineweb.shutil, "copyfileobj", full_disk):
+        assert "No space left" in refused(fineweb.main, "--pretokenized", 2)
+    assert not read_meta("edu_fineweb10B")["complete"]
+
+
+CONTENT = b"content" * 1000
+DIGEST = hashlib.sha1(b"blob 7000\0" + CONTENT).hexdigest()  # as git has it, and hellaswag.py
+
+
+@pytest.fixture
+def download(hub):
+    """Download CONTENT to a.bin."""
+    hub.files = {"/a.bin": CONTENT}
+    return lambda: downloads.download(f"{hub.url}/a.bin", "a.bin", DIGEST, advice="Call a friend.")
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [("short", "IncompleteRead.*"), ("wrong", "the 7,000 bytes that came are not the expected file.")],
+)
+def test_a_download_that_is_not_whole_is_not_there(fault, said, download, hub):
+    hub.lasting["GET a.bin"] = fault
+    with pytest.raises(UserError, match=f"{said} Call a friend."):
+        download()
+    assert not Path("a.bin").exists()
+    assert len(hub.asked) == 2
+
+
+def test_a_download_is_tried_twice(download, hub):
     hub.faults["GET a.bin"] = "503"
-    downloads.download(url, str(path), digest, advice="")
-    assert path.read_bytes() == content
-    # what the disk refuses is not asked for again
-    hub.asked.clear()
+    download()
+    assert Path("a.bin").read_bytes() == CONTENT
+
+
+def test_a_download_that_the_disk_refuses_is_not_tried_again(download, hub):
     with patched(os, "fsync", full_disk), pytest.raises(UserError, match="No space left"):
-        downloads.download(url, str(path), digest, advice="")
+        download()
     assert len(hub.asked) == 1
-    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("words", ["--pretokenized 1", "--tokenizer bytes", "--tokenizer bytes --max-length 64"])
