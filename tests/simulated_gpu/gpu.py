@@ -27,6 +27,7 @@ CARDS = {
     "H200": ("NVIDIA H200", (9, 0), 139.8),
     "A100": ("NVIDIA A100-SXM4-80GB", (8, 0), 79.3),
     "4090": ("NVIDIA GeForce RTX 4090", (8, 9), 23.5),
+    "5090": ("NVIDIA GeForce RTX 5090", (12, 0), 31.4),
     "V100": ("Tesla V100-SXM2-16GB", (7, 0), 15.8),
     "1080": ("NVIDIA GeForce GTX 1080", (6, 1), 7.9),
 }
