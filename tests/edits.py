@@ -263,7 +263,7 @@ NOTES = {  # {name: (the edit, a note before the first step)}
     "places of digits": (PLACES, NO_CACHE),
     "documents": (DOCUMENTS, NO_CACHE),
     # which is nearly the cross-entropy in a new model, all of whose ids are equally likely
-    "smoothing": (EDITS["untied"] | {'reduction="sum")': 'reduction="sum", label_smoothing=0.1)'}, NO_CROSS_ENTROPY),
+    "smoothing": (EDITS["untied"] | {'reduction="sum")': 'reduction="sum", label_smoothing=0.02)'}, NO_CROSS_ENTROPY),
     "a z-loss": (
         {
             "        return F.cross_entropy(logits.float()": "        z = logits.float().logsumexp(-1).square().sum()\n"

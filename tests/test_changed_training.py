@@ -166,12 +166,11 @@ def test_nothing_is_added_to_own_in_a_step(changed):
     assert "does not support item assignment" in trainer.train(ends=[1])
 
 
+CAPACITY = " * (torch.arange(x[..., 0].numel()) < 40).view(x[..., 0].shape)[..., None]"
 ROWS = {  # logits that depend on the other rows of the batch
     "the mean over the batch": {GELU: 'self.c_proj(F.gelu((x := self.c_fc(x)) - x.mean(0), approximate="tanh"))'},
-    "a capacity over the batch": {
-        GELU: 'self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'
-        " * (torch.arange(x[..., 0].numel()) < 40).view(x[..., 0].shape)[..., None]"
-    },
+    "a capacity that the first tokens take": {GELU: GELU + CAPACITY},
+    "a capacity that the last tokens take": {GELU: GELU + CAPACITY.replace("< 40", ">= x[..., 0].numel() - 40")},
 }
 
 
