@@ -30,18 +30,19 @@ def pytest_configure(config):
 
 # the files that take longest, longest first: then both processes end at about the same time
 LONGEST = [
-    "simulated_gpu",
-    "notebook",
+    "shard",
     "changed_models",
-    "changed_training",
+    "simulated_gpu",
     "resume",
+    "changed_training",
+    "notebook",
+    "downloads",
     "recipe",
     "branch",
-    "downloads",
-    "weights",
+    "readme",
     "fineweb",
-    "readers",
-    "smoltalk",
+    "weights",
+    "huggingface",
 ]
 
 

@@ -102,16 +102,20 @@ def make_shards(folder, lengths=(2000, 3000, 1700), seed=0, masks=False):
     shards = {}
     for number, length in enumerate(lengths):
         # each letter is followed by the next one, or in a third of the cases by any
-        steps = np.where(rng.random(length) < 1 / 3, rng.integers(0, len(LETTERS), length), 1)
-        tokens = np.frombuffer(LETTERS, np.uint8)[np.cumsum(steps) % len(LETTERS)].astype(np.uint16)
+        is_any = rng.random(length) < 1 / 3
+        steps = np.where(is_any, rng.integers(0, len(LETTERS), length), 1)
+        places = np.cumsum(steps) % len(LETTERS)
+        tokens = np.frombuffer(LETTERS, np.uint8)[places].astype(np.uint16)
         tokens[0] = 256  # <|endoftext|>
         path = folder / f"tiny_{'train' if number else 'val'}_{number:06d}.npy"
         np.save(path, tokens)
         shards[path.name] = length
         if masks:
+            # long stretches of zeros, so that micro-batches differ much in what counts
+            stretches = rng.random(length // 10 + 1) < 0.4
+            mask = np.repeat(stretches, 10)[:length]
             with open(path.with_suffix(".mask"), "wb") as file:
-                # long stretches of zeros, so that micro-batches differ much in what counts
-                np.save(file, np.repeat(rng.random(length // 10 + 1) < 0.4, 10)[:length].astype(np.uint8))
+                np.save(file, mask.astype(np.uint8))
     meta = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "shards": shards, "complete": True}
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder
@@ -149,7 +153,8 @@ def examples_file(folder, contexts, labels=(0, 1, 2, 3) * 3):
 
 def talk(*contents):
     """Alternating messages of a user and an assistant."""
-    return [{"role": ["user", "assistant"][i % 2], "content": content} for i, content in enumerate(contents)]
+    roles = itertools.cycle(["user", "assistant"])
+    return [{"role": role, "content": content} for role, content in zip(roles, contents)]
 
 
 def tiny_model(seed=0, **changes):
@@ -175,7 +180,8 @@ def parrot_model(block_size=256, text="ok"):
         # the token's, so that the successor is likely. So is the predecessor, but less: its numbers are smaller
         wte = model.transformer.wte.weight
         for place, (token, successor) in enumerate(zip(words, words[1:])):
-            wte[token, place], wte[successor, place] = 2.0**place, -(2.0**place)
+            wte[token, place] = 2.0**place
+            wte[successor, place] = -(2.0**place)
             model.transformer.ln_f.weight[place] = -1.0
     return model
 
@@ -183,11 +189,12 @@ def parrot_model(block_size=256, text="ok"):
 @torch.no_grad()
 def greedy_without_cache(model, ids, num_tokens, n_vocab=257):
     """The ids and those that follow, by the model's forward pass alone."""
-    ids = torch.tensor([ids])
+    ids = [*ids]
     for _ in range(num_tokens):
-        logits = model(ids[:, -model.config.block_size :])[0][:, -1, :n_vocab]
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-    return ids[0].tolist()
+        block = ids[-model.config.block_size :]
+        logits, _ = model(torch.tensor([block]))
+        ids.append(logits[0, -1, :n_vocab].argmax().item())
+    return ids
 
 
 @torch.no_grad()
@@ -196,10 +203,12 @@ def four_rows(model, examples, n_vocab=257):
     sums = []
     for example in examples:
         for ending in example.endings:
-            row = torch.tensor([example.context + ending])
-            log_probs = model(row[:, :-1])[0][0, :, :n_vocab].log_softmax(-1)
-            picked = log_probs.gather(1, row[0, 1:, None])[:, 0]
-            sums.append(picked[len(example.context) - 1 :].sum().item())
+            ids = torch.tensor(example.context + ending)
+            logits, _ = model(ids[None, :-1])
+            log_probs = logits[0, :, :n_vocab].log_softmax(-1)
+            first = len(example.context)
+            picked = [log_probs[place - 1, ids[place]] for place in range(first, len(ids))]
+            sums.append(sum(picked).item())
     return np.array(sums).reshape(-1, 4)
 
 
@@ -242,7 +251,8 @@ def status_of(main, *args):
 
 def refusal_of(main, *args):
     """(exit status, stdout, stderr) of a script's `main` in this process; in a new one, imports take a second."""
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()) as stdout:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         status = status_of(main, [str(arg) for arg in args])
     return status, stdout.getvalue(), stderr.getvalue()
 
@@ -283,10 +293,13 @@ def train(data, out_dir, **changes):
 
 def read_log(out_dir, stream="train"):
     """{step: value as it is written} of one stream; a step that is there twice is an error."""
-    lines = [line.split(" ") for line in (Path(out_dir) / "log.txt").read_text(encoding="utf-8").splitlines()]
-    values = [(int(step), value) for step, name, value in lines if name == stream]
-    assert [step for step, _ in values] == sorted({step for step, _ in values}), "steps in order, each once"
-    return dict(values)
+    values = {}
+    for line in Path(out_dir, "log.txt").read_text(encoding="utf-8").splitlines():
+        step, name, value = line.split(" ")
+        if name == stream:
+            assert int(step) > max(values, default=-1), "steps in order, each once"
+            values[int(step)] = value
+    return values
 
 
 def losses(out_dir, stream="train"):
@@ -336,8 +349,12 @@ def assert_same_run(out_dir, parent, names=("val_loss", "model", "optimizer", "s
     ours, theirs = newest_checkpoint(out_dir), newest_checkpoint(parent)
     for name in ("step", *names):
         assert_same_tensors(ours[name], theirs[name])
-    assert_same_tensors(*([*map(load_file, Path(folder).glob("hf/*.safetensors"))] for folder in (out_dir, parent)))
+    assert_same_tensors(exported_weights(out_dir), exported_weights(parent))
     assert not list(Path(out_dir).glob("*.part"))
+
+
+def exported_weights(out_dir):
+    return [load_file(path) for path in Path(out_dir).glob("hf/*.safetensors")]
 
 
 def steps_of(out_dir):
