@@ -1,8 +1,8 @@
 """sample.py and GPT.generate: the same tokens as without a cache and as transformers, and what people type."""
 
 import io
-import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,12 +20,9 @@ from sample import Options, fit_prompt, generate_rows, stream_text
 from corpora import train_small
 from harness import (
     ROOT,
-    flags,
     greedy_without_cache,
-    listing,
     parrot_model,
     printed_commands,
-    refusal_of,
     refused,
     status_of,
     talk,
@@ -62,49 +59,72 @@ def rows_of(model, ids, max_new_tokens, enc=None, rows=1, seed=0, **options):
 
 
 @pytest.mark.parametrize("length", [1, 32])
-def test_greedy_with_the_cache_is_greedy_without_it_and_goes_beyond_the_block(model, length):
+def test_greedy_with_the_cache_is_greedy_without_it_also_beyond_the_block(model, length):
     prompts = torch.randint(257, (3, length))
-    rows = torch.stack(list(model.generate(prompts, 60, 257, temperature=0)), 1)  # the block is 32
-    for prompt, row in zip(prompts.tolist(), rows.tolist()):
+    steps = [*model.generate(prompts, 60, 257, temperature=0)]  # the block is 32
+    rows = torch.stack(steps, 1).tolist()
+    for prompt, row in zip(prompts.tolist(), rows):
         assert prompt + row == greedy_without_cache(model, prompt, 60)
 
 
-@pytest.mark.gpt2
-def test_the_padding_of_the_vocabulary_is_never_sampled(model):
-    # the padding's logits are made by far the largest, for whatever hidden state
-    padded = tiny_model().eval()
+@pytest.fixture
+def padded():
+    """A model whose padding of the vocabulary has by far the largest logits, for whatever hidden state."""
+    model = tiny_model().eval()
     with torch.no_grad():
-        padded.transformer.ln_f.weight.zero_()
-        padded.transformer.ln_f.bias.fill_(1.0)
-        padded.transformer.wte.weight[257:] = 9.0
-        padded.transformer.wte.weight[:257] *= 0.01
-    assert padded(torch.tensor([PROMPT]))[0][0, -1].argmax() >= 257
-    for options in (dict(temperature=0), dict(top_k=400), dict(top_p=0.5)):
-        ids = [token for row in rows_of(padded, PROMPT, 40, rows=4, **options) for token in row]
-        assert len(ids) == 160 and max(ids) < 257
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.transformer.wte.weight[257:] = 9.0
+        model.transformer.wte.weight[:257] *= 0.01
+    return model
 
 
-def test_top_k_1_and_the_smallest_top_p_are_greedy(model):
-    greedy = rows_of(model, PROMPT, 20, temperature=0)
-    assert rows_of(model, PROMPT, 20, top_k=1) == rows_of(model, PROMPT, 20, top_k=0, top_p=1e-6) == greedy
+@pytest.mark.gpt2
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(top_k=400), dict(top_p=0.5)], ids=str)
+def test_the_padding_of_the_vocabulary_is_never_sampled(options, padded):
+    for row in rows_of(padded, PROMPT, 40, rows=4, **options):
+        assert len(row) == 40
+        assert max(row) < 257
 
 
-def test_top_k_and_top_p_keep_the_likeliest_and_the_rest_keep_their_proportions(model):
-    probs = model(torch.tensor([PROMPT]))[0][0, -1, :257].softmax(-1)
-    order = probs.argsort(descending=True).tolist()
-    nucleus = int((probs.sort(descending=True).values.cumsum(0) < 0.6).sum()) + 1  # the ids that have 0.6 together
-    for options, kept in ((dict(top_k=5), 5), (dict(top_k=0, top_p=0.6), nucleus)):
-        drawn = torch.tensor([row[0] for row in rows_of(model, PROMPT, 1, rows=5000, **options)])
-        assert set(drawn.tolist()) == set(order[:kept])
-        expected = probs[order[:5]] / probs[order[:kept]].sum()
-        seen = torch.stack([(drawn == token).float().mean() for token in order[:5]])
-        assert (seen - expected).abs().max() < 0.03  # 4 standard errors of a share of 5,000 draws
+@pytest.mark.parametrize("options", [dict(top_k=1), dict(top_k=0, top_p=1e-6)], ids=str)
+def test_the_likeliest_id_alone_is_greedy(options, model):
+    assert rows_of(model, PROMPT, 20, **options) == rows_of(model, PROMPT, 20, temperature=0)
 
 
-def test_top_p_keeps_the_fewest_ids_that_have_it_together_also_where_that_is_exact():
-    logits = torch.tensor([2.0, 1.0, 1.0]).repeat(200, 1) * math.log(2)  # probabilities of 1/2, 1/4 and 1/4
-    for top_p, kept in ((0.5, {0}), (0.75, {0, 1}), (0.76, {0, 1, 2})):
-        assert set(train_gpt2.sample_ids(logits.clone(), top_p=top_p).tolist()) == kept
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(top_k=5),
+        dict(top_k=0, top_p=0.6),
+        dict(top_k=0, temperature=0.5),
+        dict(top_k=0, temperature=2.0),
+    ],
+    ids=str,
+)
+def test_an_id_is_drawn_as_often_as_it_is_likely_among_those_that_are_kept(options, model):
+    logits, _ = model(torch.tensor([PROMPT]))
+    logits = logits[0, -1, :257] / options.get("temperature", 1.0)
+    probs = logits.softmax(-1)
+    ordered, order = probs.sort(descending=True)
+    kept = options["top_k"] or 257
+    if "top_p" in options:
+        is_less = ordered.cumsum(0) < 0.6
+        kept = int(is_less.sum()) + 1  # the ids that have 0.6 together
+    rows = rows_of(model, PROMPT, 1, rows=5000, **options)
+    drawn = torch.tensor(rows)[:, 0]
+    assert set(drawn.tolist()) <= set(order[:kept].tolist())
+    expected = ordered[:5] / ordered[:kept].sum()
+    seen = [(drawn == token).float().mean() for token in order[:5]]
+    assert (torch.stack(seen) - expected).abs().max() < 0.03  # 4 standard errors of a share of 5,000 draws
+
+
+@pytest.mark.parametrize("top_p, kept", [(0.5, {0}), (0.75, {0, 1}), (0.76, {0, 1, 2})])
+def test_top_p_keeps_the_fewest_ids_that_have_it_together(top_p, kept):
+    """Also where that is exact."""
+    logits = torch.tensor([0.5, 0.25, 0.25]).log()
+    logits = logits.repeat(200, 1)
+    assert set(train_gpt2.sample_ids(logits, top_p=top_p).tolist()) == kept
 
 
 def test_each_row_stops_at_its_own_end(model):
@@ -113,7 +133,9 @@ def test_each_row_stops_at_its_own_end(model):
     stopping = tokenizer_of_257(end=end)
     stopped = rows_of(model, PROMPT, 30, stopping, rows=6, top_k=4, seed=3)
     lengths = [whole.index(end) if end in whole else 30 for whole in open_rows]
-    assert len(stopped[0]) == max(lengths) and len(set(lengths)) > 1 and min(lengths) <= 4, "the others go on"
+    assert len(set(lengths)) > 1
+    assert min(lengths) <= 4
+    assert len(stopped[0]) == max(lengths), "the others go on"
     for row, whole, length in zip(stopped, open_rows, lengths):
         assert row == whole[:length] + [None] * (max(lengths) - length)
 
@@ -124,124 +146,161 @@ def test_a_character_of_many_bytes_is_printed_when_it_is_whole():
     assert "|".join(pieces) == "a||\u00e9|||\u20ac|"  # of 1, 2 and 3 bytes
 
 
-@pytest.mark.gpt2
-def test_one_sample_is_printed_as_the_prompt_and_its_continuation(model, tmp_path, capsys):
+@pytest.fixture
+def printed(model, tmp_path, capsys):
+    """A function that returns what sample.py prints for these words, of the model in tmp_path / "model"."""
     path = save(tmp_path / "model", model)
-    command = flags(
-        model=path,
-        temperature=0,
-        max_new_tokens=40,
-        device="cpu",
-    )
-    assert status_of(sample.main, ["Hello", *command]) == 0
-    expected = greedy_without_cache(model, PROMPT, 40)
-    text = harmless(BYTES.decode(expected[: expected.index(256)] if 256 in expected else expected))
-    assert "\\x" in text, "what could steer a terminal is shown"
-    assert capsys.readouterr().out == text + "\n"
-    assert status_of(sample.main, ["Hello", *command, "-n", "3"]) == 0
-    assert capsys.readouterr().out.split(f"\n{'-' * 80}\n") == [text, text, text + "\n"]
-    drawn = [refusal_of(sample.main, "Hello", *command, "--temperature", 1, "--seed", seed)[1] for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert status_of(sample.main, ["<|endoftext|>", *command]) == 0
-    assert capsys.readouterr().out.startswith("<|endoftext|>"), "a prompt that spells a special token is text"
+    capsys.readouterr()
+
+    def sample_with(*words):
+        assert status_of(sample.main, [*words, "-m", path, "--max-new-tokens", "40", "--device", "cpu"]) == 0
+        return capsys.readouterr().out
+
+    return sample_with
+
+
+@pytest.fixture
+def greedy(model):
+    """The text that the model makes of Hello."""
+    ids = greedy_without_cache(model, PROMPT, 40)
+    return harmless(BYTES.decode(ids).partition("<|endoftext|>")[0])
 
 
 @pytest.mark.gpt2
-def test_export_gives_the_weights_bit_for_bit_and_replaces_nothing(model, tmp_path):
-    path, folder = save(tmp_path / "model", model), tmp_path / "out"
-    status, said, _ = refusal_of(sample.main, "-m", path, "--export", folder)
-    assert status == 0 and printed_commands(said) == [["python", "sample.py", "The ", "-m", str(folder)]]
-    weights, back = dict(model.named_parameters()), train_gpt2.load_model(str(folder))[0]
-    assert all(torch.equal(each, weights[name][: len(each)]) for name, each in back.named_parameters())
-    before = listing(tmp_path)
-    for taken in (folder, folder / "config.json"):
-        assert "exists already" in refused(sample.main, "-m", path, "--export", taken)
-    assert listing(tmp_path) == before
+def test_a_sample_is_printed_as_the_prompt_and_its_continuation(printed, greedy):
+    assert "\\x" in greedy, "what could steer a terminal is shown"
+    assert printed("Hello", "--temperature", "0") == f"{greedy}\n"
 
 
 @pytest.mark.gpt2
-def test_mistakes_get_one_line_and_status_2(model, tmp_path):
-    path = save(tmp_path / "model", model)
-    mistakes = {
-        "prompt is empty": [""],
-        "The prompt has 33 tokens": ["x" * 33],
-        "--top-p is 1.5": ["x", "--top-p", "1.5"],
-    }
-    for part, args in mistakes.items():
-        assert part in refused(sample.main, "-m", path, *args)
+def test_several_samples_are_printed_with_lines_between_them(printed, greedy):
+    texts = printed("Hello", "--temperature", "0", "-n", "3").split(f"\n{'-' * 80}\n")
+    assert texts == [greedy, greedy, f"{greedy}\n"]
+
+
+@pytest.mark.gpt2
+def test_the_same_seed_gives_the_same_text(printed):
+    text = printed("Hello", "--seed", "1")
+    assert printed("Hello", "--seed", "1") == text
+    assert printed("Hello", "--seed", "2") != text
+
+
+@pytest.mark.gpt2
+def test_a_prompt_that_spells_a_special_token_is_text(printed):
+    assert printed("<|endoftext|>").startswith("<|endoftext|>")
+
+
+@pytest.mark.gpt2
+def test_an_export_has_the_weights_bit_for_bit(printed, model, tmp_path):
+    folder = str(tmp_path / "out")
+    assert printed_commands(printed("--export", folder)) == [["python", "sample.py", "The ", "-m", folder]]
+    weights = dict(model.named_parameters())
+    for name, weight in train_gpt2.load_model(folder)[0].named_parameters():
+        assert torch.equal(weight, weights[name][: len(weight)])
+
+
+@pytest.mark.parametrize("name", ["folder", "file", "link"])
+def test_an_export_replaces_nothing(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "exists already" in refused(sample.main, "--export", tmp_path / name)
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([""], "prompt is empty"),
+        (["x" * 33], "The prompt has 33 tokens"),
+        (["x", "--top-p", "1.5"], "--top-p is 1.5"),
+        (["", "--top-k", "-1"], "The prompt is empty. .*--top-k is -1"),
+        (["--chat", "-n", "2"], "--num-samples and --export"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said, model, tmp_path):
+    assert re.search(said, refused(sample.main, "-m", save(tmp_path / "model", model), *words))
 
 
 def test_a_prompt_of_a_million_blanks_is_one_like_any_other():
     """tiktoken gives up on so many in one place, and the prompt ended in its traceback."""
-    million, enc = "x" + " " * 1_000_000 + "y", train_small("gpt4")
+    million = "x" + " " * 1_000_000 + "y"
+    enc = train_small("gpt4")
     said = enc.decode(sample.render_prompt(talk(million), enc))
     assert said == f"<|endoftext|>User: {million}\n\nAssistant:"
 
 
 def test_the_oldest_messages_are_dropped_when_the_block_is_full():
-    messages = talk(*(letter * 10 for letter in "abcde"))
-    # <|endoftext|>, then marker, ten bytes and <|end|> for each message, and <|assistant|>
-    assert len(fit_prompt(messages, CHAT, 62)) == 62 and len(messages) == 5
-    assert len(fit_prompt(messages, CHAT, 61)) == 38
-    assert [message["content"][0] for message in messages] == ["c", "d", "e"]
-    assert fit_prompt(messages, CHAT, 13) is None, "a last message that does not fit is not cut"
+    messages = talk("first", "second", "third", "fourth", "fifth")
+    # <|endoftext|>, then marker, bytes and <|end|> for each message, and <|assistant|>
+    assert len(fit_prompt(messages, CHAT, 39)) == 39
+    assert len(fit_prompt(messages, CHAT, 38)) == 24
+    assert [message["content"] for message in messages] == ["third", "fourth", "fifth"]
+
+
+def test_a_last_message_that_does_not_fit_is_not_cut():
+    assert fit_prompt(talk("fifth"), CHAT, 8) is None
+
+
+@pytest.fixture
+def chat(tmp_path, monkeypatch, capsys):
+    """A function that returns what sample.py --chat prints for these lines."""
+
+    def talk_to(model, lines, enc=CHAT):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        words = ["--chat", "--temperature", "0", "--max-new-tokens", "5", "--device", "cpu"]
+        assert status_of(sample.main, [*words, "-m", save(tmp_path / "model", model, enc)]) == 0
+        return capsys.readouterr()
+
+    return talk_to
 
 
 @pytest.mark.gpt2
-def test_chat_answers_each_line_until_quit_or_the_end_of_the_input(model, tmp_path, monkeypatch, capsys):
-    options = flags(
-        chat=True,
-        device="cpu",
-        temperature=0,
-        max_new_tokens=5,
-    )
+def test_chat_answers_each_line_until_quit(chat):
+    assert chat(parrot_model(block_size=32), "hi\n\nyou?\n/quit\nnever\n").out == "ok\nok\n"
 
-    def chat(model, lines, enc=CHAT):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        path = tmp_path / str(len(os.listdir(tmp_path)))
-        assert status_of(sample.main, ["-m", save(path, model, enc), *options]) == 0
-        return capsys.readouterr()
 
-    parrot = parrot_model(block_size=32)
-    assert chat(parrot, "hi\n\nyou?\n/quit\nnever\n").out == "ok\nok\n"
-    too_long = "(That is too long: at most 27 tokens fit. The conversation starts over.)\n"
-    assert chat(parrot, "x" * 60 + "\nhi").out == f"{too_long}ok\n"
-    # what a model reads is the whole talk, its own answers included
-    talker, messages, expected = tiny_model(block_size=256).eval(), [], ""
-    for line in ("hi", "you?", "again"):
-        messages = [] if line == "again" else messages
-        messages.append({"role": "user", "content": line})
-        ids = tokenizers.render_question(messages, CHAT)
-        text = "".join(stream_text(talker, CHAT, ids, options=Options(temperature=0, max_new_tokens=5)))
-        messages.append({"role": "assistant", "content": text.strip()})
-        expected += f"{text}\n"
-    assert chat(talker, "hi\nyou?\n/reset\nagain\n").out == expected
-    said = chat(model, "hi\n", BYTES)
-    assert "was not trained to chat" in said.err and said.out.endswith("\n")
-    monkeypatch.setattr(sample, "stream_text", lambda *args, **options: iter(["\n", "ok", "\n", "User:"]))
-    assert chat(model, "hi\n", BYTES).out == "\nok\n", "without markers, a line is an answer"
-    assert chat(model, "hi\n", CHAT).out == "\nok\nUser:\n"
+@pytest.mark.gpt2
+def test_a_line_that_is_too_long_begins_a_new_conversation(chat):
+    lines = "x" * 60 + "\nhi"
+    said = chat(parrot_model(block_size=32), lines).out
+    assert said == "(That is too long: at most 27 tokens fit. The conversation starts over.)\nok\n"
+
+
+@pytest.mark.gpt2
+def test_a_model_reads_the_conversation_since_reset_with_its_own_answers(chat):
+    model = tiny_model(block_size=256).eval()
+    options = Options(temperature=0, max_new_tokens=5)
+    expected = []
+    for lines in (["hi", "you?"], ["again"]):
+        messages = []
+        for line in lines:
+            messages.append({"role": "user", "content": line})
+            ids = tokenizers.render_question(messages, CHAT)
+            text = "".join(stream_text(model, CHAT, ids, options=options))
+            messages.append({"role": "assistant", "content": text.strip()})
+            expected.append(f"{harmless(text)}\n")
+    assert chat(model, "hi\nyou?\n/reset\nagain\n").out == "".join(expected)
+
+
+@pytest.mark.gpt2
+def test_a_model_that_was_not_trained_to_chat_is_named(chat, model):
+    assert "was not trained to chat" in chat(model, "hi\n", BYTES).err
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("enc, said", [(BYTES, "\nok\n"), (CHAT, "\nok\nUser:\n")])
+def test_without_role_markers_a_line_is_an_answer(enc, said, chat, model, monkeypatch):
+    pieces = ["\n", "ok", "\n", "User:"]
+    monkeypatch.setattr(sample, "stream_text", lambda *args, **options: iter(pieces))
+    assert chat(model, "hi\n", enc).out == said
 
 
 @pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
-    path = save(
-        tmp_path / "model",
-        tiny_model(
-            n_layer=4,
-            n_embd=64,
-            block_size=1024,
-            vocab_size=320,
-        ),
-        CHAT,
-    )
-    command = [sys.executable, ROOT / "sample.py"]
-    command += flags(
-        chat=True,
-        model=path,
-        max_new_tokens=1000,
-        device="cpu",
-    )
+    model = tiny_model(n_layer=4, n_embd=64, block_size=1024)
+    path = save(tmp_path / "model", model, CHAT)
+    command = [sys.executable, ROOT / "sample.py", "--chat", "-m", path, "--max-new-tokens", "1000"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     process.stdin.write(b"hi\n")
@@ -249,4 +308,6 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(tmp_path):
     assert process.stdout.read(1)  # the answer has begun
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(b"/quit\n", timeout=60)
-    assert process.returncode == 0 and b" ...\n" in out and b"Traceback" not in err
+    assert process.returncode == 0
+    assert b" ...\n" in out
+    assert b"Traceback" not in err
