@@ -14,33 +14,35 @@ from plumbing.data import tokenizers
 from plumbing.run.huggingface import export_huggingface
 from train_gpt2 import GPTConfig
 
-from harness import examples_file, four_rows, listing, patched, refusal_of, refused, tiny_model, train
+from harness import examples_file, four_rows, patched, refusal_of, refused, tiny_model, train
 
 ENC = tokenizers.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 
 # unequal lengths, text beyond ASCII, a context of one letter
 ROOF = ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "pulls up the roofing on a roof."]
 CAFE = ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "sleeps."]
+LETTERS = ["a", "bb", "ccc", "dddd"]
 EXAMPLES = [
-    dict(
-        activity_label="Roofing",
-        ctx="A man is on a roof. he",
-        label=3,
-        endings=ROOF,
-    ),
-    dict(
-        activity_label="Caf\u00e9",
-        ctx="Zo\u00eb orders a caf\u00e9 cr\u00e8me. she",
-        label=0,
-        endings=CAFE,
-    ),
-    dict(
-        activity_label="X",
-        ctx="x",
-        label=1,
-        endings=["a", "bb", "ccc", "dddd"],
-    ),
+    {"activity_label": "Roofing", "ctx": "A man is on a roof. he", "label": 3, "endings": ROOF},
+    {
+        "activity_label": "Caf\u00e9",
+        "ctx": "Zo\u00eb orders a caf\u00e9 cr\u00e8me. she",
+        "label": 0,
+        "endings": CAFE,
+    },
+    {"activity_label": "X", "ctx": "x", "label": 1, "endings": LETTERS},
 ]
+
+
+def write_examples(path, examples):
+    """A file of JSON lines."""
+    lines = [json.dumps(example) + "\n" for example in examples]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def render_all(harness=False):
+    return [render_example(example, ENC, harness=harness) for example in EXAMPLES]
 
 
 class Planted(nn.Module):
@@ -51,7 +53,8 @@ class Planted(nn.Module):
 
     def __init__(self, padding=0.0):
         super().__init__()
-        self.config, self.has_cache = GPTConfig(block_size=1024, vocab_size=320), True
+        self.config = GPTConfig(block_size=1024, vocab_size=320)
+        self.has_cache = True
         table = torch.zeros(257, 320)
         for pair in SUCCESSORS:
             before, after = pair.encode("latin-1")
@@ -81,46 +84,49 @@ WINNERS = {
 def test_winners_computed_by_hand_whatever_the_logits_of_the_vocabularys_padding(padding):
     """Sum: "b", 10 bits. Mean over tokens: E_ACUTE * 4, 17/9. Mean over characters: "aaab", 13/4."""
     model, example = Planted(padding), render_example(WINNERS, ENC)
-    bits = -score(model, [example], ENC.n_vocab)[:, 0] / np.log(2)
+    log_probs = score(model, [example], ENC.n_vocab)
+    bits = -log_probs[:, 0] / np.log(2)
     assert bits[0] == pytest.approx([10, 17, 13, 11], rel=1e-5)
     assert bits[1] == pytest.approx([10 / 2, 17 / 9, 13 / 5, 11 / 3], rel=1e-5)
     assert bits[2] == pytest.approx([10 / 1, 17 / 4, 13 / 4, 11 / 2], rel=1e-5)
-    assert evaluate(model, [example], ENC.n_vocab) == Counts(
-        n=1,
-        acc=0,
-        acc_norm=1,
-        acc_char=0,
-    )
+    assert evaluate(model, [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of_logits(has_cache, monkeypatch):
-    examples = [render_example(example, ENC, harness) for example in EXAMPLES * 3 for harness in (False, True)]
+    examples = 3 * [*render_all(), *render_all(harness=True)]
     model = tiny_model(block_size=1024)
     model.has_cache = has_cache
     # logits below 10 have errors below 1e-5 whatever the order of their sums, and an ending has 45 tokens
     same = pytest.approx(four_rows(model, examples), abs=1e-3)
-    for at_most, chunk in ((1, 1), (300, 7), (2**14, 2048)):
+    for at_most, chunk in {1: 1, 300: 7, 2**14: 2048}.items():
         monkeypatch.setattr(hellaswag, "LOGITS_CHUNK", chunk)
         assert score(model, examples, ENC.n_vocab, at_most=at_most)[0] == same
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 500, 2000, 10**6])
-def test_no_batch_is_larger_than_it_may_be_and_each_example_is_in_one(batch_tokens):
+@pytest.mark.parametrize("multiple", [0, 16])
+def test_no_batch_is_larger_than_it_may_be(multiple, batch_tokens):
     """Its tokens are those of four rows per example, padding and the cache of what they share included."""
     rng = np.random.default_rng(0)
-    rows = [([0] * rng.integers(1, 90), [[0] * rng.integers(1, 40) for _ in range(4)]) for _ in range(60)]
-    for multiple in (0, 16):
-        batches = list(hellaswag.make_batches(rows, batch_tokens, multiple))
-        assert sorted(number for batch, _ in batches for number in batch) == list(range(60))
-        for batch, cut in batches:
-            assert multiple == cut == 0 or (cut % multiple == 0 and cut < min(len(rows[i][0]) for i in batch))
-            longest = max(len(rows[i][0]) + max(map(len, rows[i][1])) - 1 for i in batch)
-            assert len(batch) == 1 or 4 * len(batch) * longest <= batch_tokens
+    contexts = rng.integers(1, 90, 60)
+    longest = rng.integers(1, 40, 60)  # of the endings
+    rows = []
+    for context, ending in zip(contexts, longest):
+        endings = [[0], [0], [0], [0] * ending]
+        rows.append(([0] * context, endings))
+    seen = []
+    for batch, cut in hellaswag.make_batches(rows, batch_tokens, multiple):
+        seen += batch
+        assert cut < contexts[batch].min()
+        assert cut % (multiple or 100) == 0
+        length = (contexts + longest)[batch].max() - 1
+        assert len(batch) == 1 or 4 * len(batch) * length <= batch_tokens
+    assert sorted(seen) == list(range(60)), "each example is in one batch"
 
 
-@pytest.mark.parametrize("B, T", [(4, 128), (16, 64)])
-def test_in_training_no_batch_has_more_tokens_than_one_of_training(B, T, data, tmp_path):
+@pytest.mark.parametrize("B, T", [(4, 64), (8, 32)])
+def test_in_training_no_batch_has_more_tokens_than_one_of_training(B, T, data, out, tmp_path):
     """But for a single example, whose four rows may be longer."""
     shapes = []
 
@@ -133,35 +139,34 @@ def test_in_training_no_batch_has_more_tokens_than_one_of_training(B, T, data, t
             return evaluate_plainly(parts)
 
     compute = train_gpt2.GPT.hidden_states
-    file = examples_file(tmp_path, ["A man is on a roof. he", "x", "She orders a coffee and"] * 4)
-    options = dict(
-        block_size=T,
-        sequence_length=T,
-        batch_size=B,
-        total_batch_size=B * T,
-        val_tokens=T,
-    )
+    options = dict(max_steps=0, block_size=T, sequence_length=T, val_tokens=T)
+    options |= dict(batch_size=B, total_batch_size=B * T)
+    file = examples_file(tmp_path, ["A man is on a roof. he"] * 12)
+    options |= dict(hellaswag_every=1, hellaswag_data=file)
     with patched(train_gpt2, "evaluate_hellaswag", evaluate_and_record) as evaluate_plainly:
-        train(
-            data,
-            tmp_path / "out",
-            hellaswag_every=1,
-            hellaswag_data=file,
-            max_steps=0,
-            **options,
-        )
+        train(data, out, **options)
     assert max(rows for rows, _ in shapes) > 4
-    assert all(rows == 4 or rows * length <= B * T for rows, length in shapes)
+    for rows, length in shapes:
+        assert rows == 4 or rows * length <= B * T
 
 
-def test_too_long_contexts_lose_their_oldest_tokens():
-    example = hellaswag.Rendered([1, 2, 3, 4, 5], [[6, 7, 8], [6], [6], [6]], 0, [1] * 4)
-    context, endings = hellaswag.truncate(example, block_size=4)
-    assert (context, endings[0]) == ([4, 5], [6, 7, 8])  # reads 4 5 6 7 and predicts 8
-    context, endings = hellaswag.truncate(example._replace(endings=[[6, 7, 8, 9, 10, 11]] * 4), block_size=4)
-    assert (context, endings[0]) == ([5], [6, 7, 8, 9])
-    model = tiny_model(block_size=16)
-    assert np.isfinite(score(model, [render_example(example, ENC) for example in EXAMPLES], ENC.n_vocab)).all()
+@pytest.mark.parametrize(
+    "first, context, ending",
+    [
+        ([6, 7, 8], [4, 5], [6, 7, 8]),  # reads 4 5 6 7 and predicts 8
+        ([6, 7, 8, 9, 10, 11], [5], [6, 7, 8, 9]),
+    ],
+)
+def test_too_long_contexts_lose_their_oldest_tokens(first, context, ending):
+    endings = [first, [6], [6], [6]]
+    example = hellaswag.Rendered(context=[1, 2, 3, 4, 5], endings=endings, label=0, characters=[1] * 4)
+    cut, endings = hellaswag.truncate(example, block_size=4)
+    assert cut == context
+    assert endings[0] == ending
+
+
+def test_examples_that_are_longer_than_the_block_are_scored():
+    assert np.isfinite(score(tiny_model(block_size=16), render_all(), ENC.n_vocab)).all()
 
 
 HARNESS = [
@@ -178,64 +183,42 @@ HARNESS = [
 
 @pytest.mark.parametrize("fields, expected", HARNESS)
 def test_text_of_the_harness(fields, expected):
-    example = {
-        "activity_label": "High jump",
-        "endings": ["[substeps] Leap.  High."] * 4,
-        **fields,
-    }
+    endings = ["[substeps] Leap.  High."] * 4
+    example = {"activity_label": "High jump", "endings": endings, **fields}
     context, endings = harness_text(example)
     assert context == expected
     assert endings[0] == " Leap. High."
 
 
 def test_the_blank_that_a_removed_mark_leaves_belongs_to_the_endings_as_in_the_harness():
-    example = dict(
-        activity_label="X",
-        ctx="",
-        ctx_a="Run fast. [step]",
-        ctx_b="",
-        label=0,
-        endings=["Leap."] * 4,
-    )
+    example = dict(activity_label="X", ctx="", ctx_a="Run fast. [step]", ctx_b="", label=0)
+    example["endings"] = ["Leap."] * 4
     rendered = render_example(example, ENC, harness=True)
-    assert (bytes(rendered.context), bytes(rendered.endings[0])) == (b"X: Run fast.", b"  Leap.")
+    assert bytes(rendered.context) == b"X: Run fast."
+    assert bytes(rendered.endings[0]) == b"  Leap."
 
 
-def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
-    path, fetched = tmp_path / "val.jsonl", []
+@pytest.mark.parametrize("limit", [0, 2])
+def test_the_file_is_downloaded_once(limit, tmp_path, monkeypatch):
+    path = tmp_path / "val.jsonl"
+    fetched = []
 
     def fetch(url, path, digest, advice):
         fetched.append(url)
-        path.write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES), encoding="utf-8")
+        write_examples(path, EXAMPLES)
 
     monkeypatch.setattr(hellaswag.downloads, "download", fetch)
     monkeypatch.setattr(hellaswag.Options, "data", path)
-    numbered = [{"ind": i, **example} for i, example in enumerate(EXAMPLES)]
-    for limit in (0, 2):
-        assert read_examples(path, limit) == numbered[: limit or None] and fetched == [hellaswag.URL]
+    numbered = [{"ind": number, **example} for number, example in enumerate(EXAMPLES)]
+    for _ in range(2):
+        assert read_examples(path, limit) == numbered[: limit or None]
+    assert fetched == [hellaswag.URL]
 
 
 def test_a_label_that_is_a_text_counts_as_its_number():
     """As in the hub's copy. The model chooses ending 1 by the mean over tokens."""
     example = render_example(WINNERS | {"label": "1"}, ENC)
     assert evaluate(Planted(), [example], ENC.n_vocab).acc_norm == 1
-
-
-@pytest.mark.gpt2
-def test_without_activity_label_examples_are_scored_in_the_convention_that_does_not_read_it(tmp_path):
-    """HellaSwag in other languages may lack it."""
-    export_huggingface(tiny_model(block_size=1024), ENC, tmp_path / "hf")
-    outputs = []
-    for name, keys in (
-        ("all", ["activity_label", "ctx", "label", "endings"]),
-        ("fewer", ["ctx", "label", "endings"]),
-    ):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps({key: each[key] for key in keys}) + "\n" for each in EXAMPLES))
-        status, stdout, stderr = refusal_of(hellaswag.main, "-m", tmp_path / "hf", "-d", "cpu", "--data", path)
-        assert status == 0, stderr
-        outputs.append(stdout.splitlines())
-    assert outputs[1] == outputs[0][2:] and stderr.startswith("note: The examples lack activity_label")
 
 
 GOOD = json.dumps(EXAMPLES[0])
@@ -247,39 +230,79 @@ BAD = {
 }
 
 
-def test_mistakes_are_one_line_and_predictions_replace_nothing(tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    for text, reason in BAD.items():
-        bad.write_text(text, encoding="utf-8")
-        assert re.search(reason, refused(hellaswag.main, "--data", bad))
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_example_is_one_line(text, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(text, encoding="utf-8")
+    assert re.search(BAD[text], refused(hellaswag.main, "--data", tmp_path / "bad.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "words, said", [(["--limit", "-1"], "--limit is -1"), (["--data", "nowhere"], "There is no file nowhere")]
+)
+def test_a_wrong_flag_is_one_line(words, said):
+    assert said in refused(hellaswag.main, *words)
+
+
+@pytest.mark.parametrize("name", ["file", "link", "."])
+def test_predictions_replace_nothing(name, tmp_path):
+    (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    before = listing(tmp_path)
-    assert "--limit is -1" in refused(hellaswag.main, "--limit", "-1")
-    assert "There is no file" in refused(hellaswag.main, "--data", tmp_path / "nowhere")
-    for name in ("bad.jsonl", "link", "."):
-        assert "exists already" in refused(hellaswag.main, "--predictions", tmp_path / name, "-m", "no-such-model")
-    assert listing(tmp_path) == before
+    assert "exists already" in refused(hellaswag.main, "--predictions", tmp_path / name, "-m", "no-such-model")
+
+
+@pytest.fixture
+def scored(tmp_path, monkeypatch):
+    """A function that returns the lines and the notes of hellaswag.py for these examples and words."""
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # it would outlast a test
+    export_huggingface(MODEL, ENC, tmp_path / "hf")
+
+    def score_examples(examples, *words):
+        data = write_examples(tmp_path / "val.jsonl", examples)
+        status, stdout, stderr = refusal_of(
+            hellaswag.main, "-m", tmp_path / "hf", "-d", "cpu", "--data", data, *words
+        )
+        assert status == 0, stderr
+        return stdout.splitlines(), stderr
+
+    return score_examples
+
+
+MODEL = tiny_model(block_size=1024)
 
 
 @pytest.mark.gpt2
-def test_the_command_prints_both_conventions_and_writes_predictions(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)  # it would outlast this test
-    model = tiny_model(block_size=1024)
-    export_huggingface(model, ENC, tmp_path / "hf")
-    data, predictions = tmp_path / "val.jsonl", tmp_path / "predictions.jsonl"
-    lines = [json.dumps({"ind": 7 + i, **example}) + "\n" for i, example in enumerate(EXAMPLES)]
-    data.write_text("".join(lines), encoding="utf-8")
-    args = ["-m", tmp_path / "hf", "-d", "cpu", "--data", data, "--predictions", predictions]
-    status, stdout, stderr = refusal_of(hellaswag.main, *args)
-    assert status == 0, stderr
-    lines = stdout.splitlines()
-    assert "lm-evaluation-harness" in lines[0] and "build-nanogpt" in lines[2]
-    examples = [render_example(example, ENC) for example in EXAMPLES]
-    counts = evaluate(model, examples, ENC.n_vocab)
-    assert lines[3] == f"3 acc: {counts.acc / 3:.4f} acc_norm: {counts.acc_norm / 3:.4f}"
-    counts = evaluate(model, [render_example(example, ENC, harness=True) for example in EXAMPLES], ENC.n_vocab)
-    assert lines[1] == f"3 acc: {counts.acc / 3:.4f} acc_norm: {counts.acc_char / 3:.4f}"
-    written = [json.loads(line) for line in predictions.read_text(encoding="utf-8").splitlines()]
-    assert [line["ind"] for line in written] == [7, 8, 9] and [line["label"] for line in written] == [3, 0, 1]
-    chosen = score(model, examples, ENC.n_vocab).argmax(2).tolist()
-    assert [[line[name] for line in written] for name in ("pred", "pred_norm")] == chosen[:2]
+def test_the_command_prints_both_conventions(scored):
+    (first, harness, second, plain), _ = scored(EXAMPLES)
+    assert "lm-evaluation-harness" in first
+    counts = evaluate(MODEL, render_all(harness=True), ENC.n_vocab)
+    assert harness == f"3 acc: {counts.acc / 3:.4f} acc_norm: {counts.acc_char / 3:.4f}"
+    assert "build-nanogpt" in second
+    counts = evaluate(MODEL, render_all(), ENC.n_vocab)
+    assert plain == f"3 acc: {counts.acc / 3:.4f} acc_norm: {counts.acc_norm / 3:.4f}"
+
+
+@pytest.mark.gpt2
+def test_predictions_are_the_endings_that_each_rule_chooses(scored, tmp_path):
+    predictions = tmp_path / "predictions.jsonl"
+    numbered = [{"ind": number, **example} for number, example in zip("789", EXAMPLES)]
+    scored(numbered, "--predictions", predictions)
+    text = predictions.read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    scores = score(MODEL, render_all(), ENC.n_vocab)
+    by_sum, by_mean, _ = scores.argmax(2).tolist()
+    assert [line["ind"] for line in lines] == ["7", "8", "9"]
+    assert [line["label"] for line in lines] == [3, 0, 1]
+    assert [line["pred"] for line in lines] == by_sum
+    assert [line["pred_norm"] for line in lines] == by_mean
+
+
+@pytest.mark.gpt2
+def test_without_activity_label_examples_are_scored_in_the_convention_that_does_not_read_it(scored):
+    """HellaSwag in other languages may lack it."""
+    lines, _ = scored(EXAMPLES)
+    fewer = []
+    for example in EXAMPLES:
+        fewer.append({name: example[name] for name in ("ctx", "label", "endings")})
+    said, notes = scored(fewer)
+    assert said == lines[2:]
+    assert notes.startswith("note: The examples lack activity_label")
