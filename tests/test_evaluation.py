@@ -26,6 +26,7 @@ from harness import (
     losses,
     make_shards,
     parrot_model,
+    patched,
     printed_commands,
     read_log,
     refusal_of,
@@ -44,13 +45,15 @@ from harness import (
 def validated(request, out, tmp_path):
     """(the folder of a run whose best weights are the initial ones, x and y of its validation)."""
     masks = request.param
-    folder = make_shards(tmp_path / "more", lengths=(2000, 3000, 1700, 900), masks=masks)
+    lengths = (2000, 3000, 1700, 900)
+    folder = make_shards(tmp_path / "more", lengths, masks=masks)
     path = folder / "tiny_val_000000.npy"
     tokens = np.load(path)
     tokens[100:600:10] = 256  # more documents
     np.save(path, tokens)
     export_huggingface(tiny_model(vocab_size=257), tokenizers.get_encoding("bytes"), tmp_path / "start")
-    options = dict(val_tokens=37 * 16, val_every=1, keep_best=True, max_steps=1, shuffle=False, max_lr=100.0)
+    options = dict(max_steps=1, max_lr=100.0, shuffle=False)
+    options |= dict(val_tokens=37 * 16, val_every=1, keep_best=True)
     batch_size = 5 if masks else 64  # neither divides 37
     options |= dict(batch_size=batch_size, total_batch_size=16 * batch_size)
     train(folder, out, init_from=tmp_path / "start", **options)
@@ -59,7 +62,8 @@ def validated(request, out, tmp_path):
 
 
 def mean_loss(logits, y):
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX).item()
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
+    return loss.item()
 
 
 @pytest.mark.gpt2
@@ -90,10 +94,12 @@ def test_an_evaluation_has_as_many_ids_as_the_weights(data, tmp_path):
     """257 in the export of a run that trained with 320; compared with transformers."""
     train(data, tmp_path / "run")
     hf = tmp_path / "run" / "hf"
-    train(data, tmp_path / "eval", init_from=hf, max_steps=0, shuffle=False, val_tokens=40 * 16)
+    options = dict(max_steps=0, shuffle=False, val_tokens=40 * 16)
+    train(data, tmp_path / "eval", init_from=hf, **options)
     x, y = windows(data, "val", 16, False)
     with torch.no_grad():
-        expected = mean_loss(GPT2LMHeadModel.from_pretrained(hf)(x[:40]).logits, y[:40])
+        theirs = GPT2LMHeadModel.from_pretrained(hf)
+        expected = mean_loss(theirs(x[:40]).logits, y[:40])
     assert losses(tmp_path / "eval", "val")[0] == pytest.approx(expected, abs=1e-5)
 
 
@@ -105,20 +111,33 @@ def test_more_validation_tokens_than_the_split_has_count_each_window_once(stream
     assert read_log(tmp_path / "more", stream) == read_log(tmp_path / "all", stream)
 
 
-def test_validation_is_one_sample_of_the_whole_split_for_all_runs(tmp_path):
-    """40 of 124 windows: none twice, from all parts, the same with another seed; in file order only on request."""
-    folder = make_shards(tmp_path)
-    np.save(folder / "tiny_val_000000.npy", np.arange(2000, dtype=np.uint16))  # a token is its position
+@pytest.fixture
+def places(data):
+    """A function that returns where the 40 windows begin that a run with these settings is validated on, of 124."""
+    np.save(data / "tiny_val_000000.npy", np.arange(2000, dtype=np.uint16))  # a token is its position
 
-    def places(**changes):
-        config = train_gpt2.TrainConfig(data=(str(folder),), sequence_length=16, total_batch_size=128, **changes)
-        [loader] = train_gpt2.load_data(config, World())[1]
-        return loader.next_batch(40)[0][:, 0].tolist()
+    def find_places(**changes):
+        settings = dict(data=(str(data),), sequence_length=16, total_batch_size=128) | changes
+        config = train_gpt2.TrainConfig(**settings)
+        _, loaders, _ = train_gpt2.load_data(config, World())
+        x, _ = loaders[0].next_batch(40)
+        return x[:, 0].tolist()
 
-    drawn = places(seed=1)
-    assert places(seed=2, batch_size=3) == drawn and len(set(drawn)) == 40
+    return find_places
+
+
+def test_validation_is_a_sample_of_all_parts_of_the_split(places):
+    drawn = places()
+    assert len(set(drawn)) == 40
     eighths = {place // 250 for place in drawn}
     assert eighths == set(range(8))
+
+
+def test_validation_is_the_same_sample_for_all_runs(places):
+    assert places(seed=1) == places(seed=2, batch_size=3)
+
+
+def test_validation_without_shuffling_is_in_file_order(places):
     assert places(shuffle=False) == list(range(0, 640, 16))
 
 
@@ -142,7 +161,8 @@ def evaluate(folder, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def main(*words, **changes):
-        options = TINY | evaluating(folder) | dict(data=folder, init_from="log", max_steps=0) | changes
+        options = dict(data=folder, init_from="log", max_steps=0)
+        options = TINY | evaluating(folder) | options | changes
         assert status_of(train_gpt2.main, [*flags(**options), *words]) == 0
 
     return main
@@ -159,8 +179,8 @@ def test_an_evaluation_has_the_losses_samples_and_scores_of_the_runs_last_step(e
 def test_an_evaluation_writes_no_weights_and_nothing_into_the_run(evaluate, trained, tmp_path):
     evaluate(keep_best=True)
     found = tmp_path / "log" / "eval"
-    suffixes = sorted(path.suffix for path in found.iterdir() if path.name != ".lock")
-    assert suffixes == [".py", ".txt", ".txt", ".txt"]
+    files = {path.suffix for path in found.iterdir() if path.name != ".lock"}
+    assert files == {".py", ".txt"}
     shutil.rmtree(found)
     assert listing(tmp_path / "log") == listing(trained)
 
@@ -174,9 +194,9 @@ def test_an_evaluation_in_a_folder_that_was_typed_needs_no_training_data(lengths
 def test_an_evaluation_of_another_model_beside_a_run_takes_nothing_from_that_run(evaluate, folder):
     """The default folder, log, has a run of another width."""
     train(folder, "wide", n_embd=48, max_steps=1)
-    shape = {name: value for name, value in TINY.items() if name != "n_embd"}
-    words = flags(**shape | dict(data=folder, init_from="wide", max_steps=0))
-    assert status_of(train_gpt2.main, words) == 0
+    options = TINY | dict(data=folder, init_from="wide", max_steps=0)
+    del options["n_embd"]
+    assert status_of(train_gpt2.main, flags(**options)) == 0
 
 
 def test_an_evaluation_in_the_runs_folder_is_refused(evaluate, folder):
@@ -202,66 +222,116 @@ def test_a_run_ends_though_a_mask_leaves_out_all_validation_targets(data, out, t
     assert "nan" not in streams["val/data"]
 
 
-def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(data, tmp_path):
+def test_a_dry_run_writes_nothing(data, out):
+    before = listing(data.parent)
+    train(data, out, dry_run=True)
+    assert listing(data.parent) == before
+
+
+def test_a_dry_run_prints_the_account_of_the_run_and_then_its_command(data, out):
     """3 does not divide a step's 8 sequences, and validation has at most all of its split's."""
-    before = listing(tmp_path)
-    args = tiny_flags(data, tmp_path / "new" / "log", max_steps=24, val_tokens=10**6, batch_size=3)
-    status, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run=TRUE", "--dry-run=true")
-    assert status == 0 and listing(tmp_path) == before
-    assert "\ndata:       4,688 training tokens; the run reads 3,072: 0.66 passes\n" in printed
-    assert "\nvalidation: 1,984 of 1,984 tokens, drawn from all of them; tokenizer: bytes\n" in printed
+    args = tiny_flags(data, out, val_tokens=10**6, batch_size=3)
+    _, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run=TRUE", "--dry-run=true")
+    assert "\nvalidation: 1,984 of 1,984 tokens, drawn from all of them" in printed
     assert "\nstep:       128 tokens = B 2 * T 16 *" in printed
     assert printed_commands(printed)[-1][2:] == args
 
 
-def test_a_dry_run_needs_no_data_and_says_what_it_assumes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (tiny_flags("none", "new/log"), "\nassumed:    a tokenizer of at most 50,304 ids, and enough data\n"),
+        # 2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)
+        (tiny_flags("none", "new/log"), "model:      1,636,224 parameters"),
+        (tiny_flags("none", "new/log"), "\ndata:       none yet in none; the run reads 1,536 tokens\n"),
+        # bytes, which are made where the preset's own folder is missing
+        (["--preset", "quickstart", "--out-dir", "new"], "a tokenizer of at most 320 ids"),
+    ],
+)
+def test_a_dry_run_without_data_says_what_it_assumes(words, said, tmp_path, monkeypatch):
     """Before 27 GB are fetched: neither shards nor GPT-2's tables are there."""
     monkeypatch.setattr(tokenizers, "get_encoding", lambda name: pytest.fail("it may have to be downloaded"))
     monkeypatch.chdir(tmp_path)
-    status, printed, _ = refusal_of(train_gpt2.main, *tiny_flags("none", "new/log", dry_run=True))
-    assert status == 0 and "\ndata:       none yet in none; the run reads 1,536 tokens\n" in printed
-    assert "\nassumed:    a tokenizer of at most 50,304 ids, and enough data\n" in printed
-    # 2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)
-    assert printed.startswith("model:      1,636,224 parameters")
-    # bytes, which are made where the preset's own folder is missing
-    printed = refusal_of(train_gpt2.main, "--preset", "quickstart", "--dry-run", "--out-dir", "new")[1]
-    assert "a tokenizer of at most 320 ids" in printed and not list(tmp_path.iterdir())
+    status, printed, _ = refusal_of(train_gpt2.main, *words, "--dry-run")
+    assert status == 0
+    assert said in printed
+    assert not list(tmp_path.iterdir())
 
 
-def test_evaluation_leaves_the_training_losses_and_the_training_mode_alone(data, tmp_path):
-    """The losses bit for bit; and dropout would be on in every step."""
-    seen = []
-    hellaswag_data = examples_file(tmp_path, [f"A man is on roof {n}. he" for n in range(6)])
-    off = dict(val_every=0, sample_every=0, hellaswag_every=0, checkpoint_every=0)
-    on = dict(val_every=1, sample_every=2, hellaswag_every=5, hellaswag_data=hellaswag_data, checkpoint_every=3)
-    train(data, tmp_path / "off", **off)
-    with at_steps(lambda step, parts: seen.append(parts.model.training)):
-        train(data, tmp_path / "on", **on)
-    assert seen == [True] * 12 and read_log(tmp_path / "off") == read_log(tmp_path / "on")
-    assert sorted(read_log(tmp_path / "on", "hella")) == [0, 5, 10, 12]  # the last update is evaluated too
-    assert sorted(read_log(tmp_path / "on", "val")) == list(range(13))
-    assert sorted(read_log(tmp_path / "off", "val")) == []
+OFTEN = dict(val_every=1, sample_every=2, hellaswag_every=5, checkpoint_every=3)
+NEVER = dict.fromkeys(OFTEN, 0)
 
 
-def test_hellaswags_score_is_acc_norm_over_all_ranks(data, tmp_path):
+@pytest.fixture(scope="module")
+def evaluated(folder):
+    """The folder of a run that evaluates often, and in which dropout would show."""
+    out = folder.parent / "often"
+    train(folder, out, hellaswag_data=evaluating(folder)["hellaswag_data"], **OFTEN)
+    return out
+
+
+def test_evaluation_leaves_the_training_losses_alone_bit_for_bit(evaluated, folder, out):
+    train(folder, out, **NEVER)
+    assert read_log(out) == read_log(evaluated)
+    assert read_log(out, "val") == {}
+
+
+@pytest.mark.parametrize(
+    "stream, steps", [("val", [*range(13)]), ("hella", [0, 5, 10, 12])], ids=["validation", "HellaSwag"]
+)
+def test_an_evaluation_is_at_each_step_that_is_due_and_after_the_last_update(stream, steps, evaluated):
+    assert list(read_log(evaluated, stream)) == steps
+
+
+@pytest.mark.parametrize("phase, is_training", [("step", True), ("evaluation", False)])
+def test_dropout_is_on_in_training_alone(phase, is_training, data, out):
+    """In the passes through the model while it is trained and validated in turn."""
+    modes = {}
+    now = "setup"
+
+    def forward(self, x):
+        modes.setdefault(now, set()).add(self.training)
+        return plain(self, x)
+
+    def begin(step, parts):
+        nonlocal now
+        now = "step"
+
+    def end(step, parts, done):
+        nonlocal now
+        now = "evaluation" if step < 2 else "export"
+
+    with patched(train_gpt2.MLP, "forward", forward) as plain, at_steps(begin, end):
+        train(data, out, max_steps=3, val_every=1)
+    assert modes[phase] == {is_training}
+
+
+@pytest.fixture(scope="module")
+def scores(folder):
+    """The scores of 13 of 14 examples on one rank, and those flags of the run."""
+    contexts = ["ab " * n + "c" for n in range(1, 15)]
+    file = examples_file(folder.parent, contexts, [*LABELS, 1])
+    options = dict(max_steps=6, val_every=0, checkpoint_every=0)
+    options |= dict(hellaswag_every=6, hellaswag_data=file, hellaswag_limit=13)
+    train(folder, folder.parent / "one", **options)
+    model, enc = train_gpt2.load_model(str(folder.parent / "one"))
+    examples = hellaswag.load_examples(file, enc)[:13]
+    return hellaswag.score(model, examples, enc.n_vocab), options
+
+
+LABELS = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3, 0]  # whichever ending a rule prefers, its count is its own
+
+
+def test_hellaswags_score_is_acc_norm_over_all_ranks(scores, folder, out):
     """The first 13 of 14 examples on 2 ranks score as on one: as acc_norm, not acc, of the exported model."""
-    labels = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3, 0]  # whichever ending a rule prefers, its count is its own
-    hellaswag_data = examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 15)], [*labels, 1])
-    options = dict(hellaswag_every=6, hellaswag_data=hellaswag_data, max_steps=6, val_every=0, checkpoint_every=0)
-    options |= dict(hellaswag_limit=13)
-    train(data, tmp_path / "one", **options)
-    args = tiny_flags(data, tmp_path / "two", **options)
-    run(train_gpt2.main, args, ranks=2)
-    assert "is finished" in run(train_gpt2.main, args, ranks=2)[0]
-    model, enc = train_gpt2.load_model(str(tmp_path / "one"))
-    examples = hellaswag.load_examples(hellaswag_data, enc)[:13]
-    total, mean, _ = hellaswag.score(model, examples, enc.n_vocab)
-    acc, acc_norm = ((values.argmax(1) == labels).mean() for values in (total, mean))
-    is_right = mean.argmax(1) == labels
-    of_ranks = is_right[0::2].mean(), is_right[1::2].mean()
-    assert acc_norm not in (acc, *of_ranks), "or this test could not tell them apart"
-    for folder in ("one", "two"):
-        assert float(read_log(tmp_path / folder, "hella")[6]) == pytest.approx(acc_norm)
+    (total, mean, _), options = scores
+    is_right = mean.argmax(1) == LABELS
+    acc_norm = is_right.mean()
+    acc = (total.argmax(1) == LABELS).mean()
+    assert acc_norm not in (acc, is_right[0::2].mean(), is_right[1::2].mean()), "each rank's own"
+    run(train_gpt2.main, tiny_flags(folder, out, **options), ranks=2)
+    for each in (folder.parent / "one", out):
+        assert float(read_log(each, "hella")[6]) == pytest.approx(acc_norm)
 
 
 def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out, tmp_path):
@@ -270,8 +340,9 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out, tmp_pa
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
     change_meta(data, tokenizer="bytes+chat")
     export_huggingface(model, tokenizers.get_encoding("bytes+chat"), tmp_path / "model")
-    options = dict(init_from=tmp_path / "model", n_layer=1, block_size=256, vocab_size=320, sample_prompt="Hi")
-    train(data, out, max_steps=0, sample_every=1, **options)
+    shape = dict(n_layer=1, block_size=256, vocab_size=320)
+    options = dict(max_steps=0, sample_every=1, sample_prompt="Hi")
+    train(data, out, init_from=tmp_path / "model", **shape, **options)
     assert samples(out) == {0: ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4}
 
 
@@ -288,10 +359,13 @@ def test_samples_are_of_the_50_likeliest_ids(data, out, tmp_path):
     model = tiny_model(vocab_size=257)
     with torch.no_grad():
         model.transformer.ln_f.weight.zero_()
-        model.transformer.ln_f.bias.copy_(F.one_hot(torch.tensor(0), 32))
+        model.transformer.ln_f.bias.zero_()
+        model.transformer.ln_f.bias[0] = 1.0
         model.transformer.wte.weight[:, 0] = -torch.arange(257) / 1000
     export_huggingface(model, tokenizers.get_encoding("bytes"), tmp_path / "model")
-    train(data, out, init_from=tmp_path / "model", max_steps=0, sample_every=1, sample_prompt="x")
-    ids = "".join(samples(out)[0]).replace("x", "").encode()
+    options = dict(max_steps=0, sample_every=1, sample_prompt="x")
+    train(data, out, init_from=tmp_path / "model", **options)
+    text = "".join(samples(out)[0])
+    ids = text.replace("x", "").encode()
     assert max(ids) < 50
     assert len(set(ids)) > 30
