@@ -29,7 +29,7 @@ from plumbing.cli.console import UserError
 from plumbing.run import compare
 from plumbing.run.options import OTHER_TRAINERS
 
-from harness import ROOT, SCRIPTS, needs, refused
+from harness import ROOT, SCRIPTS, needs, refused, status_of
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Options:
     # the model, or a file that holds one
     model: Annotated[str, "-m"] = "gpt2"
     max_steps: int = 3  # how many steps
-    max_lr: float = 1.0  # how fast
+    max_lr: float = 1.0  # how fast, in % of the usual rate
     compile: bool = False  # compile it
     tf32: bool | None = None  # with fewer bits
     optimizer: Literal["adamw", "muon"] = "adamw"  # which one
@@ -73,6 +73,7 @@ def error_of(*args, parse=parse):
         ("--inputs a b --inputs c --name '' --tf32=False", Options(inputs=("a", "b", "c"), tf32=False)),
         ("--tf32 True Hi --no-compile", Options("Hi", tf32=True)),
         ("--slopes 1 0.5 --bias -2 --max-steps 1e9", Options(slopes=(1.0, 0.5), bias=-2.0, max_steps=10**9)),
+        ("--optimizer Muon", Options(optimizer="muon")),
     ],
 )
 def test_flags_are_the_fields(line, options):
@@ -105,6 +106,7 @@ def test_a_text_that_is_no_path_keeps_its_tilde(words):
     "words, said",
     [
         (["--max-steps=1.5"], "--max-steps.*'1.5'"),
+        (["--max-steps=1.5e0"], "--max-steps.*'1.5e0'"),
         (["--data", ""], "--data.*empty"),
         (["--tf32=maybe"], "--tf32 is 'maybe', but it must be true or false"),
         (["caf\udce9"], r"The argument 'caf\\udce9' is not UTF-8 text. Type it in a UTF-8 terminal."),
@@ -133,50 +135,97 @@ def test_a_word_too_many_is_answered_with_what_the_program_takes(program, words,
 
 
 @pytest.mark.gpt2
-def test_the_habits_of_other_trainers_are_answered_with_ours():
-    answers = {
-        "--lerning-rate 3": "Did you mean --max-lr?",
-        "--eval-only": "Use --max-steps 0.",
-        "lr=3e-4": "The argument 'lr=3e-4' was not expected. Use --max-lr.",
-        "config/train_shakespeare_char.py": "Use --preset, which names a set of flags",
-        "--preset gpt2-medum": "--preset: there is no 'gpt2-medum'. Did you mean gpt2-medium?",
-        "--sample-prompt The king": "'king' was not expected. Which flag is it for?",
-    }
-    for words, said in answers.items():
-        assert said in error_of(*words.split(), parse=read_flags)
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--lerning-rate 3", "Did you mean --max-lr?"),
+        ("--eval-only", "Use --max-steps 0."),
+        ("lr=3e-4", "The argument 'lr=3e-4' was not expected. Use --max-lr."),
+        ("config/train_shakespeare_char.py", "Use --preset, which names a set of flags"),
+        ("--preset gpt2-medum", "--preset: there is no 'gpt2-medum'. Did you mean gpt2-medium?"),
+        ("--sample-prompt The king", "'king' was not expected. Which flag is it for?"),
+    ],
+)
+def test_the_habits_of_other_trainers_are_answered_with_ours(words, said):
+    assert said in error_of(*words.split(), parse=read_flags)
+
+
+def test_the_answers_to_other_trainers_flags_name_flags_that_exist():
     ours = {flags.flag_of(name) for name in vars(train_gpt2.TrainConfig())}
-    assert {re.split("[ ,]", flag)[0] for flag in OTHER_TRAINERS if flag.startswith("--")} <= ours, "flags that exist"
+    named = {re.split("[ ,]", flag)[0] for flag in OTHER_TRAINERS if flag.startswith("--")}
+    assert named <= ours
 
 
-def test_the_trainers_help_explains_every_preset_and_every_flag(capsys, monkeypatch):
-    """With the values of the preset that was typed."""
+@pytest.fixture
+def explained(capsys, monkeypatch):
+    """A function that returns what --help says: what comes before the flags, and the text on flags."""
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit, match="0"):
-        read_flags(["--preset", "quickstart", "--help"])
-    usage, description, explained = re.split(r"\n\n(?=Train GPT-2|flags:)", capsys.readouterr().out)
-    assert re.search("--[a-z]+", explained.replace("--help", ""))[0] == "--preset", "the first one to choose"
-    assert usage.startswith("usage: ")
+
+    def ask_for_help(parse, *words):
+        with pytest.raises(SystemExit, match="0"):
+            parse([*words, "--help"])
+        said, _, of_flags = capsys.readouterr().out.partition("\n\nflags:")
+        return said, of_flags
+
+    return ask_for_help
+
+
+def entries_of(text):
+    """The texts on each flag, in one line."""
+    return [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", text)]
+
+
+def test_a_comment_is_shown_as_it_is(explained):
+    _, text = explained(parse)
+    assert "--max-lr FLOAT how fast, in % of the usual rate (default: 1.0)" in entries_of(text)
+
+
+def test_the_trainers_help_explains_every_preset(explained):
+    said, _ = explained(read_flags)
     for preset in train_gpt2.PRESETS:
-        assert re.search(rf"^    {preset} +\w", description, re.MULTILINE), "a line of its own"
+        assert re.search(rf"^    {preset} +\w", said, re.MULTILINE), "a line of its own"
+
+
+def test_the_trainers_help_has_groups(explained):
+    _, text = explained(read_flags)
+    assert re.search("--[a-z]+", text.replace("--help", ""))[0] == "--preset", "the first one to choose"
     for heading in ("data folders", "evaluation", "the model", "the data", "the schedule", "the optimizer"):
-        assert f"\n\n{heading}" in explained
-    entries = [" ".join(entry.split()) for entry in re.split(r"\n  (?=-)", explained)]
-    for name, value in dataclasses.asdict(train_gpt2.PRESETS["quickstart"]).items():
+        assert f"\n\n{heading}" in text
+
+
+QUICKSTART = dataclasses.asdict(train_gpt2.PRESETS["quickstart"])
+
+
+def test_the_trainers_help_explains_every_flag_with_the_value_of_the_preset_that_was_typed(explained):
+    entries = entries_of(explained(read_flags, "--preset", "quickstart")[1])
+    for name, value in QUICKSTART.items():
         [entry] = [entry for entry in entries if re.match(rf"{flags.flag_of(name)}[ ,]", entry)]
-        shown = " ".join(value) if isinstance(value, tuple) else str(value)
-        shown = {"True": "on", "False": "off"}.get(shown, shown)
+        shown = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+        if isinstance(value, tuple):
+            shown = " ".join(value)
         assert value in ("", None, ()) or f"(default: {shown})" in entry
         assert len(entry) > 20 and "None" not in entry
-    shown = " ".join(entries)
-    assert "--optimizer {adamw,muon} muon: for the blocks' matrices" in shown, "the comment in the field's line"
-    assert "--data-weights FLOAT [FLOAT ...] shares of the folders" in shown, "or else the one above it"
 
 
-def test_every_flag_of_every_program_has_a_help_text():
-    programs = (bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer)
-    for options in (train_gpt2.TrainConfig, *[program.Options for program in programs]):
-        comments = flags.comments_of(options)
-        assert all(comments[field.name][1] for field in dataclasses.fields(options)), options
+@pytest.mark.parametrize(
+    "said",
+    [
+        "--optimizer {adamw,muon} muon: for the blocks' matrices",  # the comment in the field's line
+        "--data-weights FLOAT [FLOAT ...] shares of the folders",  # or else the one above it
+    ],
+)
+def test_a_flags_help_is_its_fields_comment(said, explained):
+    assert said in " ".join(entries_of(explained(read_flags)[1]))
+
+
+PROGRAMS = [bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_every_flag_of_a_program_has_a_help_text(program):
+    comments = flags.comments_of(program.Options)
+    for field in dataclasses.fields(program.Options):
+        assert comments[field.name][1]
 
 
 @dataclass
@@ -185,26 +234,42 @@ class Numbers:
     lr: flags.Positive[float] = 0.1
     every: int = 250
     bias: float = -1.0
+    decay: float = 0.5
 
 
-def test_a_number_is_in_the_range_that_stands_with_its_field():
+def test_numbers_in_their_ranges_are_legal():
     flags.check(Numbers(n=1, lr=1e-9, every=0, bias=-2.0))
-    for numbers, said in (
+
+
+@pytest.mark.parametrize(
+    "numbers, said",
+    [
         (dict(lr=0.0), "--lr is 0.0, but it must be above 0."),
         (dict(lr=float("inf")), "--lr is inf, but it must be above 0 and below 1e.18."),
         (dict(n=-3, bias=float("nan")), "--n is -3, .* --bias is nan, "),
-    ):
-        with pytest.raises(UserError, match=f"^{said}"):
-            flags.check(Numbers(**numbers))
+        (dict(decay=-0.5), "--decay is -0.5, but it must be 0 or more."),
+    ],
+)
+def test_a_number_is_in_the_range_of_its_field(numbers, said):
+    with pytest.raises(UserError, match=f"^{said}"):
+        flags.check(Numbers(**numbers))
 
 
-def test_what_a_file_or_a_model_says_is_shown_and_steers_no_terminal():
+def test_what_could_steer_a_terminal_is_shown():
     """Control characters and those that turn the direction of writing are shown; spaces and joiners are text."""
     said = "a\tb\nc\x1b[31m\r\x07\x7f\x9b\u2028\u202e\u2066 \u00a0\u3000\u200d.\udcff"
     shown = "c\\x1b[31m\\r\\x07\\x7f\\x9b\\u2028\\u202e\\u2066 \u00a0\u3000\u200d.\\udcff"
-    assert console.plain(said) == f"a\\tb\\n{shown}" and console.harmless(said) == f"a\tb\n{shown}"
+    assert console.plain(said) == f"a\\tb\\n{shown}"
+    assert console.harmless(said) == f"a\tb\n{shown}"
+
+
+def test_a_long_text_of_a_file_is_cut():
     assert console.plain("x" * 100_000) == "x" * 200 + "..."
-    assert (console.count(1, "document"), console.count(2000, "rank")) == ("1 document", "2,000 ranks")
+
+
+@pytest.mark.parametrize("number, said", [(0, "0 ranks"), (1, "1 rank"), (2000, "2,000 ranks")])
+def test_a_number_of_things_is_readable(number, said):
+    assert console.count(number, "rank") == said
 
 
 def test_a_note_shows_what_a_file_says_in_one_line(capsys):
@@ -212,21 +277,44 @@ def test_a_note_shows_what_a_file_says_in_one_line(capsys):
     assert capsys.readouterr().out == "note: The file says a\\x1b[31m\\nb.\n"
 
 
+@pytest.fixture
+def read_by_a_shell(capsys):
+    """A function that returns the words that a shell reads in a command that was printed."""
+
+    def read(*words):
+        console.print_next(["printf", "%s\\n%%\\n", *words])
+        printed = capsys.readouterr().out.partition("Next:\n")[2]
+        assert printed.isascii()
+        env = os.environ | {"LC_ALL": "C.UTF-8"}
+        shown = subprocess.run(["bash", "-c", printed], capture_output=True, env=env).stdout
+        return shown.decode().split("\n%\n")[:-1]
+
+    return read
+
+
 @needs("bash")
-def test_a_printed_command_survives_a_shell_whatever_its_words_are(capsys, tmp_path, monkeypatch):
-    """Values that begin with a dash, are empty or hold control characters; and a script in another folder."""
+@pytest.mark.parametrize(
+    "value", ["a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME", "`id`", "!1", '"', "C:\\n", "\\", "It's a model"]
+)
+def test_a_printed_command_survives_a_shell_whatever_its_words_are(value, read_by_a_shell):
+    assert read_by_a_shell(("--flag", value)) == ["--flag", value]
+
+
+@needs("bash")
+def test_a_value_with_a_dash_is_printed_as_no_flag(read_by_a_shell):
+    assert read_by_a_shell(("--flag", "-Hi")) == ["--flag=-Hi"]
+
+
+@needs("bash")
+def test_a_script_in_another_folder_is_printed_with_its_path(read_by_a_shell, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = ["-Hi", "a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME `id` !1", "C:\\n", "\\", "It's a model"]
-    console.print_next(["printf", "%s\\n%%\\n", "sample.py", *(("--flag", value) for value in values)])
-    printed = capsys.readouterr().out.partition("Next:\n")[2]
-    assert printed.isascii() and printed.startswith("    printf ")
-    assert '"It\'s a model"' in printed, "double quotes, which cmd.exe has too"
-    shown = subprocess.run(
-        ["bash", "-c", printed], capture_output=True, env=os.environ | {"LC_ALL": "C.UTF-8"}
-    ).stdout
-    script, *words = shown.decode().split("\n%\n")[:-1]
+    [script] = read_by_a_shell("sample.py")
     assert Path(script).resolve() == ROOT / "sample.py"
-    assert words == ["--flag=-Hi", *(word for value in values[1:] for word in ("--flag", value))]
+
+
+def test_a_printed_command_has_double_quotes_where_they_do():
+    """cmd.exe has no others."""
+    assert console.quote("It's a model") == '"It\'s a model"'
 
 
 SCRIPT = """
@@ -260,7 +348,7 @@ COMMANDS = [[str(ROOT / name)] for name in SCRIPTS] + [["-m", "bench"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: Path(command[-1]).stem)
-def test_help_and_a_mistyped_flag_do_not_wait_for_slow_imports(command, tmp_path):
+def test_flags_are_read_before_slow_imports(command, tmp_path):
     for package in SLOW:
         (tmp_path / f"{package}.py").write_text("raise ImportError('this is slow')", encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -320,6 +408,17 @@ def test_what_the_machine_refuses_is_one_line_whichever_library_says_it(error, s
     assert said in refused(mock.Mock(side_effect=error))
 
 
+def test_memory_that_ran_out_is_one_line_also_as_the_cause_of_another_error():
+    def main(args):
+        raise RuntimeError("no batch") from MemoryError()
+
+    assert "There is not enough memory. no batch." in refused(main)
+
+
+def test_the_process_ends_with_the_status_of_its_result():
+    assert status_of(lambda: mock.Mock(status=7)) == 7
+
+
 def test_a_package_that_is_missing_is_one_line_also_while_a_program_imports(tmp_path):
     script = Path(write_script(tmp_path, "pass"))
     script.write_text(f"{script.read_text()}\nimport no_such_package")  # after the program has read its flags
@@ -328,21 +427,25 @@ def test_a_package_that_is_missing_is_one_line_also_while_a_program_imports(tmp_
     assert done.stderr.startswith("error: The package no_such_package is not installed for ")
 
 
-def test_a_bug_keeps_its_traceback_and_an_exit_status_is_left_alone(tmp_path):
+def test_a_bug_keeps_its_traceback(tmp_path):
     done = run_script(tmp_path, "1 / 0")
-    assert done.returncode == 1 and "Traceback" in done.stderr
-    assert run_script(tmp_path, "sys.exit(7)").returncode == 7
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
 
 
-def test_a_rank_that_fails_says_so_and_waits_for_no_other(tmp_path):
+def test_an_exit_status_is_left_alone():
+    assert status_of(sys.exit, 7) == 7
+
+
+@pytest.mark.parametrize(
+    "line, status",
+    [("raise console.UserError('That is no.')", 2), ("1 / 0", 1), ("raise KeyboardInterrupt", 130)],
+)
+def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, tmp_path):
     wait = "import atexit; atexit.register(time.sleep, 60)"  # as a process group does whose other ranks are busy
-    for line, status in (
-        ("raise console.UserError('That is no.')", 2),
-        ("1 / 0", 1),
-        ("raise KeyboardInterrupt", 130),
-    ):
-        done = run_script(tmp_path, wait, line, WORLD_SIZE="2", RANK="0")
-        assert done.returncode == status and done.stderr
+    done = run_script(tmp_path, wait, line, WORLD_SIZE="2", RANK="0")
+    assert done.returncode == status
+    assert done.stderr
 
 
 # subtle: Python notes a signal between two of its steps, and one that arrives just before a long sleep begins waits for
