@@ -6,7 +6,6 @@ import bench.measure
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import train_gpt2
 from bench import steps
 from bench.__main__ import Options, main
@@ -35,47 +34,64 @@ def measure(tmp_path, monkeypatch):
     """A call of `python -m bench WHAT --json`, on a CPU, that returns the numbers; tmp_path is a peer's folder."""
     monkeypatch.setattr("bench.measure.ROWS_ON_CPU", 48)  # the peak itself is of no interest here
     (tmp_path / "model.py").write_text(PEER, encoding="utf-8")
-    examples, file = examples_file(tmp_path, [f"A man stands {i}" for i in range(12)]), tmp_path / "numbers.json"
-    common = dict(
-        settings=TINY,
-        device="cpu",
-        rounds=1,
-        json=file,
-        tokenizer="bytes",
-        hellaswag=examples,
-    )
+    examples = examples_file(tmp_path, [f"A man stands {i}" for i in range(12)])
+    file = tmp_path / "numbers.json"
+    common = dict(settings=TINY, device="cpu", rounds=1, json=file)
+    common |= dict(tokenizer="bytes", hellaswag=examples)
 
     def call(what, *args, **options):
-        file.unlink(missing_ok=True)
         assert status_of(main, [what, *flags(**common | options), *args]) == 0
-        numbers = json.loads(file.read_text(encoding="utf-8"))
-        assert {"device", "versions", "commit", "command", "options"} <= set(numbers)
-        return numbers
+        return json.loads(file.read_text(encoding="utf-8"))
 
     return call
 
 
+VARIANTS = ["batch_size=4", "plain_attention=True,usual_forward=True", "compile=False,optimizer=muon"]
+
+
+@pytest.fixture
+def trained(measure, tmp_path):
+    return measure("train", "--variants", *VARIANTS, peer=tmp_path, rounds=3)
+
+
 @pytest.mark.gpt2
-def test_train_is_compared_with_transformers_a_peer_and_variants(measure, tmp_path):
-    variants = ["batch_size=4", "plain_attention=True", "compile=False,optimizer=muon"]
-    numbers = measure("train", "--variants", *variants, peer=tmp_path, rounds=3)
-    sides, ours = numbers["sides"], numbers["sides"]["train_gpt2"]
+def test_train_is_compared_with_transformers_a_peer_and_variants(trained):
     references = ["transformers", "transformers, fused AdamW", "nanoGPT"]
-    assert list(sides) == ["train_gpt2", *references, *(f"train_gpt2 {variant}" for variant in variants)]
-    assert numbers["tok_per_s"] == pytest.approx(64 / np.median(ours["seconds"])) and len(ours["seconds"]) == 3
-    ratio = np.median(np.divide(sides["transformers"]["seconds"], ours["seconds"]))
-    assert numbers["ratio"] == sides["transformers"]["ratio"] == pytest.approx(ratio)
-    losses = numbers["losses"]
+    variants = [f"train_gpt2 {variant}" for variant in VARIANTS]
+    assert list(trained["sides"]) == ["train_gpt2", *references, *variants]
+    assert {"device", "versions", "commit", "command", "options"} <= set(trained)
+
+
+@pytest.mark.gpt2
+def test_the_ratio_of_train_is_the_median_over_the_rounds(trained):
+    ours = trained["sides"]["train_gpt2"]["seconds"]
+    theirs = trained["sides"]["transformers"]["seconds"]
+    assert len(ours) == 3
+    assert trained["tok_per_s"] == pytest.approx(64 / np.median(ours))
+    assert trained["ratio"] == pytest.approx(np.median(np.divide(theirs, ours)))
+
+
+@pytest.mark.gpt2
+def test_variants_that_compute_the_same_have_the_same_loss(trained):
+    losses = trained["losses"]
     assert list(losses.values()) == pytest.approx([np.log(320)] * 7, abs=0.5), "losses of random ids"
-    for variant in variants[:2]:  # the same windows: sums of float32 in another order
+    for variant in VARIANTS[:2]:  # the same windows: sums of float32 in another order
         assert losses[f"train_gpt2 {variant}"] == pytest.approx(losses["train_gpt2"], abs=1e-4)
-    assert numbers["mfu"] > 0
+
+
+@pytest.mark.gpt2
+def test_mfu_is_the_share_of_the_measured_peak(trained):
+    """FLOPs by hand, for a token: 2 forward and 4 backward for each weight, and for attention to 16 tokens."""
+    flops = 6 * (12 * 32**2 + 320 * 32 + 2 * 16 * 32)
+    assert trained["mfu"] == pytest.approx(flops * trained["tok_per_s"] / trained["peak"])
 
 
 @pytest.mark.gpt2
 def test_the_references_of_train_do_our_training(tmp_path):
-    """transformers with our weights, on our batches: the losses of two steps are ours, too."""
-    config = steps.configure(Options("train", "cpu", settings=f"{TINY},warmup_steps=1,max_lr=0.1"))
+    """transformers with our weights, on our batches: the losses are ours, with clipping and the schedule."""
+    config = steps.configure(
+        Options("train", "cpu", settings=f"{TINY},warmup_steps=2,max_steps=4,max_lr=0.01,grad_clip=0.1")
+    )
     steps.random_shard(tmp_path, 320)
     torch.manual_seed(0)
     step = steps.make_transformers(config, tmp_path)
@@ -85,12 +101,14 @@ def test_the_references_of_train_do_our_training(tmp_path):
     (optimizer,) = train_gpt2.configure_optimizers(model, config)
     train_gpt2.keep_peak_rates([optimizer])
     loader = train_gpt2.DataLoaderLite(tmp_path, "train", 2, 16)
-    for number in range(2):
+    for number in range(4):
         # transformers leaves out the last target of each sequence, because there is none
-        batches = [loader.next_batch() for _ in range(2)]
-        padded = [(x, F.pad(y[:, :-1], (0, 1), value=train_gpt2.IGNORE_INDEX)) for x, y in batches]
-        loss = sum(model(x, y)[1] / 2 for x, y in padded)
         optimizer.zero_grad()
+        loss = 0
+        for _ in range(2):
+            x, y = loader.next_batch()
+            y[:, -1] = train_gpt2.IGNORE_INDEX
+            loss += model(x, y)[1] / 2
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         train_gpt2.apply_schedules([optimizer], number, config)
@@ -107,11 +125,7 @@ def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(measure):
 @pytest.mark.gpt2
 def test_sample_gives_the_same_tokens_on_every_side(measure):
     numbers = measure("sample", settings=f"{TINY},block_size=16", max_new_tokens=12, num_samples=2)
-    assert numbers["same_tokens"] == {
-        "sample.py": True,
-        "without a cache": True,
-        "transformers": True,
-    }
+    assert numbers["same_tokens"] == dict.fromkeys(["sample.py", "without a cache", "transformers"], True)
     assert numbers["tok_per_s"] > 0
 
 
@@ -152,16 +166,20 @@ def test_the_ladder_adds_one_optimization_at_a_time(measure, monkeypatch):
     assert numbers["ratio"] == pytest.approx(numbers["tok_per_s"] / sides["float32"]["tok_per_s"])
 
 
-def test_mistakes_are_one_line_and_what_cannot_be_measured_as_asked_is_no_number(tmp_path, monkeypatch):
-    """A compiler that fails, and a B that does not fit, too."""
-    mistakes = {
-        "There is no model.py in": ["train", "--peer", tmp_path],
-        "quickstart": ["train", "--settings", "preset=quickstar"],
-        "Only 2 of 3 sequences fit in memory and divide a step": ["train", "--settings", f"{TINY},batch_size=3"],
-    }
-    for part, args in mistakes.items():
-        assert part in refused(main, *args)
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["train", "--peer", "nowhere"], "There is no model.py in nowhere"),
+        (["train", "--settings", "preset=quickstar"], "quickstart"),
+        (["train", "--json", __file__, "--settings", "preset=quickstar"], "exists already"),  # before any work
+        (["train", "--settings", f"{TINY},batch_size=3"], "Only 2 of 3 sequences fit in memory and divide a step"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said):
+    assert said in refused(main, *words)
 
+
+def test_a_compiler_that_fails_is_no_number(monkeypatch):
     def no_compiler(model, **options):
         raise RuntimeError("no C++ compiler found")
 
