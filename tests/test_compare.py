@@ -1,6 +1,7 @@
 """python -m plumbing.run.compare: groups of runs that differ only in their seed, and what these seeds show."""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_the_spread_over_the_seeds_is_that_of_a_sample(sleep, printed):
 
 # by hand, of differences d: mean(d) +- t * sd(d) / sqrt(n), with t of n - 1 degrees of freedom
 NOISE = {
-    "two seeds, t = 12.71": ([0.1, 0.16], "-0.2513 to +0.5113, 2 seeds"),
+    "two seeds, t = 12.71": ([0.1, 0.12], "-0.0171 to +0.2371, 2 seeds"),
     "three seeds, t = 4.30": ([0.1, 0.2, -0.1], "-0.3126 to +0.4459, 3 seeds"),
 }
 
@@ -183,6 +184,14 @@ def test_code_that_was_changed_while_a_run_was_stopped_is_other_code(pattern, tm
     assert "differ in code." in refused(compare.main, f"{tmp_path}/{pattern}")
 
 
+def test_a_setting_is_the_one_with_which_a_run_was_last_resumed(tmp_path):
+    write_run(tmp_path / "a", 4.0, val_tokens=64)
+    write_run(tmp_path / "b", 4.0)
+    config = CONFIG | {"seed": 1, "val_tokens": 64}
+    add_start(tmp_path / "b", f"config: {json.dumps(config)}")
+    assert len(compare.read_tables([f"{tmp_path}/a", f"{tmp_path}/b"])) == 1
+
+
 @pytest.mark.parametrize("others", [[7, 3], [0.07, 0.03], [2.1, 0.9]])
 def test_shares_are_the_same_where_their_sum_is_another(others, tmp_path, printed):
     for seed, weights in enumerate([[0.7, 0.3], others]):
@@ -196,7 +205,7 @@ def test_the_same_seed_counts_once(tmp_path, printed):
     write_run(tmp_path / "a-1-again", {"val": 4.00001, "train": 4.3})
     write_run(tmp_path / "a-2", 6.0, 2)
     first, *_, line = printed(f"{tmp_path}/a-*")
-    assert first.startswith(f"{tmp_path}/a-1-again repeats {tmp_path}/a-1, ")
+    assert first.startswith(f"{tmp_path}/a-1-again repeats {tmp_path}/a-1 ")
     assert " 5.0000 " in line
 
 
@@ -349,12 +358,12 @@ iter 2: loss 3.2196, time 3311.05ms, mfu 0.01%
 
 def streams(pattern):
     [run] = logs.find_runs(str(pattern))
-    return {name: dict(zip(steps, values)) for name, (steps, values) in run.streams.items()}
+    return {name: [*zip(steps, values)] for name, (steps, values) in run.streams.items()}
 
 
 def test_what_nanogpt_prints_is_a_log(tmp_path):
     (tmp_path / "nanogpt.txt").write_text(NANOGPT, encoding="utf-8")
-    expected = {"train": {0: 4.1828, 2: 3.2196}, "val": {0: 4.1649, 2: 3.2488}}
+    expected = {"train": [(0, 4.1828), (2, 3.2196)], "val": [(0, 4.1649), (2, 3.2488)]}
     assert streams(tmp_path / "nanogpt.txt") == expected
 
 
@@ -364,7 +373,7 @@ def test_the_log_of_a_killed_run_is_read(tmp_path, capsys):
     log = "0 val 6.5\n3 val 4.5\nx\n2 val 5\n3 val 4.25\n4 va"
     (tmp_path / "killed" / "log.txt").write_text(log, encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    assert streams(tmp_path / "*") == {"val": {0: 6.5, 2: 5, 3: 4.25}}
+    assert streams(tmp_path / "*") == {"val": [(0, 6.5), (2, 5), (3, 4.25)]}
     assert "2 damaged lines of" in capsys.readouterr().out
 
 

@@ -158,10 +158,18 @@ def test_log_txt_has_a_line_for_each_step_and_stream(data, out):
     assert sorted(read_log(out, "val")) == [0, 4, 8, 12]
 
 
-def test_the_console_has_two_lines_a_second_and_each_validation(data, out):
-    said = train(data, out)
-    assert 1 <= said.count("tok/s") < 12
-    assert said.count("val loss") == 4
+def test_a_name_that_log_txt_cannot_have_is_written_with_underscores(tmp_path):
+    with open(tmp_path / "log.txt", "w") as file:
+        logs.write_log(file, 3, {"val/my data": 1.5})
+    assert read_log(tmp_path, "val/my_data") == {3: "1.5"}
+
+
+def test_the_console_has_few_lines_of_steps_that_take_milliseconds(data, out):
+    assert 1 <= train(data, out).count("tok/s") < 12
+
+
+def test_the_console_has_a_line_for_each_validation(data, out):
+    assert train(data, out).count("val loss") == 4
 
 
 def test_samples_txt_has_four_texts_at_each_step_that_is_due(data, out):
@@ -186,9 +194,7 @@ def clock(seconds):
 
 
 @pytest.mark.parametrize("stderr", [Terminal(), io.StringIO()], ids=["terminal", "log file"])
-def test_validation_and_hellaswag_have_bars_on_a_terminal_of_which_nothing_stays(
-    stderr, data, out, tmp_path, monkeypatch
-):
+def test_an_evaluation_has_a_bar_on_a_terminal_of_which_nothing_stays(stderr, data, out, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(tqdm.std, "time", clock(5.0))
     examples = examples_file(tmp_path, ["A man is on a roof. he"] * 8)
