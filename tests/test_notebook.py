@@ -203,7 +203,10 @@ def figures():
 
 
 def titles():
-    return [ax.get_title(loc="left") for figure in figures() for ax in figure.axes]
+    axes = []
+    for figure in figures():
+        axes += figure.axes
+    return [ax.get_title(loc="left") for ax in axes]
 
 
 def recorded():
@@ -219,7 +222,9 @@ def labels(number=-1):
 
 def write_losses(folder, losses, *, streams=("train", "val"), branched=None, **config):
     """A run whose streams have these values at steps 0, 1, ..."""
-    log = [(step, stream, loss) for step, loss in enumerate(losses) for stream in streams]
+    log = []
+    for stream in streams:
+        log += [(step, stream, loss) for step, loss in enumerate(losses)]
     usual = dict(seed=1, data="texts", val_tokens=64, max_steps=2)
     usual |= dict(batch_ramp=0, vocab_size=50304, total_batch_size=64)
     fields = {"config": usual | config}
@@ -420,7 +425,9 @@ def test_a_notebook_is_committed_with_outputs_that_another_run_would_not_change(
 
 
 def test_the_curve_follows_the_summary_of_a_run():
-    outputs = [output for cell in code_cells(read_notebook("play.ipynb")) for output in cell.outputs]
+    outputs = []
+    for cell in code_cells(read_notebook("play.ipynb")):
+        outputs += cell.outputs
     assert "image/png" in outputs[1].data
 
 

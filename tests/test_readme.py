@@ -111,7 +111,7 @@ NOT_RUN = {
     "torchrun --": "needs several GPUs; test_ranks.py starts some on a CPU",
 }
 PROGRAMS = tuple(f"{name} " for name in "python python3 pip torchrun transformers jupyter curl".split())
-LISTED = {name for journey in JOURNEYS.values() for name in journey}
+LISTED = set().union(*JOURNEYS.values())
 
 
 def commands():
