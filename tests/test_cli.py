@@ -221,10 +221,13 @@ def test_a_flags_help_is_its_fields_comment(said, explained):
 PROGRAMS = [bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_every_flag_of_a_program_has_a_help_text(program):
-    comments = flags.comments_of(program.Options)
-    for field in dataclasses.fields(program.Options):
+OPTIONS = [train_gpt2.TrainConfig, *[program.Options for program in PROGRAMS]]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.__module__)
+def test_every_flag_of_a_program_has_a_help_text(options):
+    comments = flags.comments_of(options)
+    for field in dataclasses.fields(options):
         assert comments[field.name][1]
 
 
