@@ -3,7 +3,6 @@
 Each mistake is made in a folder that already holds good data and a finished run.
 """
 
-import json
 import pickle
 import shutil
 import signal
@@ -25,9 +24,9 @@ from harness import (
     listing,
     make_shards,
     needs,
-    read_log,
     refused,
     run,
+    samples,
     tiny_flags,
     train,
 )
@@ -73,6 +72,7 @@ CONFIGURATIONS = [
     ("--muon-momentum 1.5", "--muon-momentum is 1.5"),
     ("--decay-fraction 1.5", "--decay-fraction is 1.5", "between 0 and 1"),
     ("--decay-fraction nan", "--decay-fraction is nan"),
+    ("--weight-decay nan", "--weight-decay is nan", "0 or more and below 1e+18"),
     ("--preset chat", "--preset chat fine-tunes a model", "--init-from"),
     ("--batch-ramp 1000 --total-batch-size 131200", "steps of 32,768 tokens", "--total-batch-size"),
     ("--data ./data", "--data names a folder twice: data ./data"),
@@ -185,22 +185,31 @@ def test_a_run_whose_checkpoints_all_hold_code(folder):
     assert "None of the checkpoints" in line and "--no-resume" in line
 
 
-def test_hellaswag_is_not_there_or_damaged(folder):
-    options = dict(hellaswag_every=2, hellaswag_data="hellaswag.jsonl")
-    assert "no file hellaswag.jsonl" in error_of_run(folder, **options), "it is not downloaded to a wrong name"
+def test_examples_that_are_not_where_the_command_says_are_not_downloaded(folder):
+    line = error_of_run(folder, hellaswag_every=2, hellaswag_data="hellaswag.jsonl")
+    assert "no file hellaswag.jsonl" in line
+
+
+def test_examples_without_a_network(folder):
     line = error_of_run(folder, hellaswag_every=2)
-    assert "hellaswag_val.jsonl" in line and "network" in line and "--hellaswag-every 0" in line
+    for text in ("hellaswag_val.jsonl", "network", "--hellaswag-every 0"):
+        assert text in line
+
+
+def test_examples_that_are_damaged(folder):
     (folder / "hellaswag.jsonl").write_text('{"ctx": "a"}\n', encoding="utf-8")
-    assert "ine 1" in error_of_run(folder, **options)
+    assert "ine 1" in error_of_run(folder, hellaswag_every=2, hellaswag_data="hellaswag.jsonl")
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", ""])
-def test_odd_prompts_are_only_text(prompt, data, tmp_path):
+def test_odd_prompts_are_only_text(prompt, data, out):
     """Longer than the block size of 32; with the text of a special token; the start of a document."""
-    train(data, tmp_path / "out", sample_prompt=prompt, sample_every=2, max_steps=2)
-    lines = (tmp_path / "out" / "samples.txt").read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line.partition(" ")[2]) for line in lines]
-    assert len(set(texts)) == 4 and all(text.startswith(prompt) and len(text) > len(prompt) for text in texts)
+    train(data, out, sample_prompt=prompt, sample_every=1, max_steps=1)
+    texts = samples(out)[1]
+    assert len(set(texts)) == 4
+    for text in texts:
+        assert text.startswith(prompt)
+        assert text != prompt
 
 
 def train_with_limit(args, num_bytes):
@@ -213,33 +222,37 @@ def train_with_limit(args, num_bytes):
     train_gpt2.main(args)
 
 
+def repeat_on_a_full_disk(lost, num_bytes, args):
+    """A run of these words, of which the file `lost` does not fit, and then again where there is room."""
+    [said] = run(train_with_limit, args, num_bytes, ends=[2])
+    assert lost in error_in(said)
+    assert "Traceback" not in said
+    left = listing(args[args.index("--out-dir") + 1])
+    run(train_gpt2.main, args)
+    return left
+
+
 @pytest.mark.gpt2
 @needs("resource")
-@pytest.mark.parametrize("lost, num_bytes", [("log.txt", 4000), ("model_00004.pt", 50_000), ("hf", 50_000)])
-def test_a_full_disk_leaves_what_was_whole_costs_one_line_and_the_same_command_goes_on(
-    lost, num_bytes, good, tmp_path
-):
-    """While the log, the second checkpoint or the model is written, of which nothing stays."""
-    out, options = tmp_path / "out", dict(OPTIONS)
-    if lost == "log.txt":
-        options = dict(max_steps=60, val_every=0, checkpoint_every=0)
-        train(good / "data", tmp_path / "straight", **options)
-        out.mkdir()
-        for copy in (good / "run").glob("train_gpt2-*.py"):  # which is longer than the log
-            shutil.copy(copy, out)
-    else:
-        shutil.copytree(good / "run", out)
-        shutil.rmtree(out / "hf")
-        (out / lost).unlink(missing_ok=True)
+@pytest.mark.parametrize("lost", ["model_00004.pt", "hf"])
+def test_a_file_that_does_not_fit_on_the_disk_leaves_the_others_as_they_were(lost, good, out):
+    """And the same command continues the run."""
+    shutil.copytree(good / "run", out)
+    shutil.rmtree(out / "hf")
+    (out / lost).unlink(missing_ok=True)
     before = listing(out)
-    args = tiny_flags(good / "data", out, **options)
-    [said] = run(train_with_limit, args, num_bytes, ends=[2])
-    assert lost in error_in(said) and "Traceback" not in said
-    after = listing(out)
-    assert lost == "log.txt" or (
-        after.keys() == before.keys() and after["model_00002.pt"] == before["model_00002.pt"]
-    )
-    run(train_gpt2.main, args)
-    straight = tmp_path / "straight" if lost == "log.txt" else good / "run"
-    assert read_log(out) == read_log(straight)
-    assert_same_run(out, straight)
+    left = repeat_on_a_full_disk(lost, 50_000, tiny_flags(good / "data", out, **OPTIONS))
+    assert left.keys() == before.keys()
+    assert left["model_00002.pt"] == before["model_00002.pt"]
+    assert_same_run(out, good / "run")
+
+
+@needs("resource")
+def test_a_log_that_does_not_fit_on_the_disk_is_continued(good, out, tmp_path):
+    options = dict(max_steps=60, val_every=0, checkpoint_every=0)
+    train(good / "data", tmp_path / "straight", **options)
+    out.mkdir()
+    for copy in (good / "run").glob("train_gpt2-*.py"):  # which is longer than the log
+        shutil.copy(copy, out)
+    repeat_on_a_full_disk("log.txt", 4000, tiny_flags(good / "data", out, **options))
+    assert_same_run(out, tmp_path / "straight")

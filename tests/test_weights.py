@@ -157,6 +157,11 @@ def test_a_run_needs_the_model_that_it_started_from_no_more(folder, out, tmp_pat
     assert "is finished" in train(folder, out, init_from=first, max_steps=1)
 
 
+def test_a_folder_with_a_slash_behind_it_is_the_same_folder(trained, folder, out):
+    train(folder, out, init_from=trained, max_steps=1)
+    assert "is finished" in train(folder, out, init_from=f"{trained}/", max_steps=1)
+
+
 def test_sequences_that_are_longer_than_the_model_are_refused(trained, folder, out):
     words = flags(data=folder, out_dir=out, init_from=trained, sequence_length=128)
     assert "--sequence-length 128" in refused(train_gpt2.main, *words)
