@@ -86,7 +86,11 @@ CONFIGURATIONS = [
     ("--init-from run --n-head 4", "--n-head is 4"),
     ("--vocab-size 200", "room for 200 token ids", "257 or more"),
     ("--device tpu", "no device 'tpu'"),
-    ("--data nowhere", "no train shards in nowhere. ", "make them: python fineweb.py --input FILES"),
+    (
+        "--data nowhere",
+        "no train shards in nowhere, which does not exist. ",
+        "make them: python fineweb.py --input FILES",
+    ),
     ("--init-from gpt2-medim", "Did you mean gpt2-medium?"),
     ("--init-from gpt2-large", "network"),
     ("--out-dir run --max-lr 0.1 --seed 7", "(seed was 1337, now 7, max_lr was 0.003, now 0.1)", "--no-resume"),

@@ -99,12 +99,13 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
     kept = [name for name in names if is_input(name, types)]
     kept = [name for name in kept if name == pattern or os.path.basename(name).lower() != "readme.md"]
     left_out = sorted(set(names) - set(kept))
-    if not kept:
-        wrong = f"{left_out[-1]} is not read as input" if names else f"No file matches {pattern}"
+    if not names:
         raise UserError(
-            f"{wrong}. Give {supported_files(types)}. To read from the hub, use --dataset OWNER/NAME (in "
-            "fineweb.py and smoltalk.py). From another server, download it first: curl -LO ADDRESS."
+            f"No file matches {pattern}. Check the path. To read from the hub, use --dataset OWNER/NAME (in fineweb.py "
+            "and smoltalk.py). From another server, download the file first: curl -LO ADDRESS."
         )
+    if not kept:
+        raise UserError(f"{left_out[-1]} is not read as input. Give {supported_files(types)}.")
     if left_out:
         console.note(f"{len(left_out)} of {len(names)} files in {pattern} are left out, such as {left_out[0]}.")
     return kept

@@ -132,9 +132,10 @@ def find_shards(folder, split):
     paths = [path for path in Path(folder).glob("*") if split_of(path.name) == split]
     if not paths:
         command = command_for(folder)
+        missing = "" if Path(folder).is_dir() else ", which does not exist"
         raise UserError(
-            f"There are no {split} shards in {folder}. Name another folder with --data, try --preset quickstart (it "
-            f"makes its own), or make them: {command}"
+            f"There are no {split} shards in {folder}{missing}. Name another folder with --data, try --preset "
+            f"quickstart (it makes its own), or make them: {command}"
         )
     return sorted(paths)
 
