@@ -221,7 +221,7 @@ def test_the_same_seed_with_other_losses_is_called_out(stream, ends, tmp_path):
 # {what a log.txt has: why the run is left out}
 UNFINISHED = {
     "0 val 5\n1 val 4\n1 train 4\n2 lr 0\n": "its last val is at step 1 of 2",  # trained to the end
-    "0 train 5\n1 tra": "its log has no val, only train",
+    "0 train 5\n1 tra": "its log has no val. It has: train",
 }
 
 

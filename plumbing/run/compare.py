@@ -114,7 +114,7 @@ def measured_on(config: dict[str, Any], data: dict[str, Any], stream: str) -> An
 def read_facts(run: Logged, stream: str) -> tuple[int, dict[str, Any]]:
     """(seed, facts) of a finished run; UserError says why it cannot be compared."""
     if stream not in run.streams:
-        raise UserError(f"its log has no {stream}, only {', '.join(run.streams) or 'nothing'}")
+        raise UserError(f"its log has no {stream}. It has: {', '.join(run.streams) or 'nothing'}")
     try:
         seed = operator.index(run.config["seed"])
         max_steps = operator.index(run.config["max_steps"])

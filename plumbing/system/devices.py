@@ -35,8 +35,8 @@ def choose_device(name: str) -> str:
             look_for_gpu()
     if name not in known:
         raise UserError(
-            f"PyTorch {torch.__version__} finds no device {typed!r} on this machine. Leave --device out, or choose "
-            f"from {', '.join(known)}. requirements.txt says which build of PyTorch supports which GPU."
+            f"PyTorch {torch.__version__} finds no device {typed!r} on this machine, only {', '.join(known)}. Choose "
+            "one of these, or leave --device out. requirements.txt says which build of PyTorch supports which GPU."
         )
     if name.startswith("cuda"):
         check_kernels(name)
