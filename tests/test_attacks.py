@@ -160,8 +160,11 @@ def test_where_nothing_can_be_moved_out_of_a_folder_it_is_moved_aside_inside(ref
     moved = []  # the first file can be moved
 
     def refuse_outside(path, *args, **options):
-        if path == outside or (outside in Path(*args).parents and (moved or moved.append(path))):
+        leaves = outside in Path(*args).parents
+        if path == outside or (leaves and moved):
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        if leaves:
+            moved.append(path)
         return original(path, *args, **options)
 
     monkeypatch.setattr(Path, refuses, refuse_outside)

@@ -294,12 +294,6 @@ def test_a_branch_is_continued_without_its_flag(branch, folder):
     assert "is finished" in train(folder, branch, **OPTIONS)
 
 
-def test_no_resume_sets_a_branch_aside_for_another(parent, folder, branch):
-    train(folder, branch, branch_from=parent / "model_00008.pt", resume=False, **OPTIONS)
-    assert branched(branch)["step"] == 8
-    assert branched(f"{branch}.1")["step"] == 4
-
-
 @pytest.fixture(scope="module")
 def muon_parent(folder):
     train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS)

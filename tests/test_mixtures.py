@@ -233,23 +233,12 @@ def refuse(out):
     return refuse_data
 
 
-@pytest.mark.parametrize("weights", [(-1, 1, 1), (0, 0, 0), (1, 1), ("nan", 1, 1), ("inf", 1, 1)])
-def test_a_share_of_each_folder_must_be_a_number_that_is_not_negative(weights, folders, refuse):
-    words = "Give a share for each folder: 0 or more, and not all 0."
-    refuse(*folders, words=words, data_weights=weights)
-
-
 @pytest.mark.parametrize("again", ["docs", "docs/", "chats/../docs", "link"])
 def test_a_folder_that_is_named_twice_is_refused(again, folders, refuse, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(folders[0].parent, root)
     (root / "link").symlink_to(root / "docs")
     refuse(root / "docs", root / "chats", f"{root}/{again}", words="names a folder twice")
-
-
-def test_passes_with_shares_are_refused(folders, refuse):
-    words = "--passes has no meaning with --data-weights"
-    refuse(*folders, words=words, data_weights=(1, 1, 1), passes=1)
 
 
 @pytest.fixture

@@ -331,8 +331,10 @@ def test_a_run_moves_to_two_processes_of_a_smaller_batch_size(folder, out, tmp_p
     """One process with B = 8 to step 4, two with B = 2 to step 8, one with B = 4 to the end; with both optimizers."""
     options = dict(checkpoint_every=4, val_every=0, optimizer="muon")
     train(folder, tmp_path / "straight", batch_size=8, **options)
-    run(killed_at, 5, 4, tiny_flags(folder, out, batch_size=8, **options), ends=[KILLED])
-    said, _ = run(killed_at, 9, 8, tiny_flags(folder, out, batch_size=2, **options), ranks=2, ends=[KILLED, None])
+    alone = tiny_flags(folder, out, batch_size=8, **options)
+    run(killed_at, 5, 4, alone, ends=[KILLED])
+    as_two = tiny_flags(folder, out, batch_size=2, **options)
+    said, _ = run(killed_at, 9, 8, as_two, ranks=2, ends=[KILLED, None])
     assert "from step 4 to 12" in said
     assert "from step 8 to 12" in train(folder, out, batch_size=4, **options)
     assert_close_losses(out, tmp_path / "straight")

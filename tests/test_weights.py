@@ -53,35 +53,28 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, out):
 
 @pytest.fixture(scope="module")
 def scripted(folder):
-    """(stdout, the folder of the run) of the real script in a real process."""
+    """The folder of a run of the real script in a real process."""
     out = folder.parent / "out"
-    args = tiny_flags(folder, out, sample_every=6)
+    args = tiny_flags(folder, out, sample_every=12)
     done = subprocess.run([sys.executable, train_gpt2.__file__, *args], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    return done.stdout, out
+    return out
 
 
 def test_a_run_leaves_its_checkpoints_texts_code_and_model(scripted):
-    _, out = scripted
     names = {"hf", "log.txt", "run.txt", "samples.txt", "model_00008.pt", "model_00012.pt"}
-    [source] = out.glob("train_gpt2-*.py")
-    assert {path.name for path in out.iterdir()} == {*names, source.name}
+    [source] = scripted.glob("train_gpt2-*.py")
+    assert {path.name for path in scripted.iterdir()} == {*names, source.name}
     assert source.read_bytes() == Path(train_gpt2.__file__).read_bytes()
-
-
-def test_a_run_prints_four_samples_each_time(scripted):
-    """In steps 6 and 12."""
-    assert scripted[0].count("| sample |") == 8
 
 
 @pytest.mark.gpt2
 def test_transformers_computes_what_the_last_checkpoint_does(scripted):
     from transformers import GPT2LMHeadModel
 
-    _, out = scripted
-    model, enc = train_gpt2.load_model(str(out))
-    hf = GPT2LMHeadModel.from_pretrained(out / "hf").eval()
+    model, enc = train_gpt2.load_model(str(scripted))
+    hf = GPT2LMHeadModel.from_pretrained(scripted / "hf").eval()
     idx = torch.tensor([enc.encode_ordinary("abcdefgh")])
     with torch.no_grad():
         torch.testing.assert_close(model(idx)[0][..., :257], hf(idx).logits, atol=1e-4, rtol=0)
@@ -93,7 +86,7 @@ def test_transformers_computes_what_the_last_checkpoint_does(scripted):
 def test_transformers_encodes_as_the_run_did(scripted):
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(scripted[1] / "hf")
+    theirs = AutoTokenizer.from_pretrained(scripted / "hf")
     text = "to be, or n\u00f6t \U0001f600"
     assert theirs(text)["input_ids"] == list(text.encode())
     assert theirs.model_max_length == 32
