@@ -3,8 +3,8 @@
     python -m plumbing.run.compare "log/gelu-*" "log/relu2-*"
 
 Each pattern names a group of finished runs. They may differ only in their seed,
-which is checked. The other groups are compared with the first one, seed by seed,
-by the last validation loss or by another --stream.
+which is checked. The other groups are compared with the first one, seed by
+seed, by the last validation loss or by another --stream.
 """
 
 import dataclasses
