@@ -115,15 +115,17 @@ def read_meta(folder, name="meta.json"):
 
 
 def write_rows(path, rows):
-    """A file of these rows, in the format that its name says: a table, or JSON lines. Returns its path."""
+    """Write these rows in the format that the name of the file says. Returns its path."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
         with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
+            writer = csv.writer(file, "excel" if path.suffix == ".csv" else "excel-tab")
             writer.writerow(rows[0])
             for row in rows:
                 writer.writerow(json.dumps(value) if isinstance(value, list) else value for value in row.values())
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     else:
         path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path

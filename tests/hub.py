@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 import urllib.parse
+from pathlib import PurePosixPath
 
 import datasets
 import huggingface_hub
@@ -16,83 +17,83 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        url = urllib.parse.urlsplit(self.path)
-        path = urllib.parse.unquote(url.path)
+        path = urllib.parse.unquote(self.path.partition("?")[0])
         self.server.asked.append(f"{self.command} {path}")
-        for words, fault in (self.server.faults | self.server.lasting).items():
-            method, _, place = words.partition(" ")
-            if method in ("ANY", self.command) and place in path:
-                self.server.faults.pop(words, None)
-                return self.fail(fault, path, url.query)
-        self.reply(path, url.query)
-
-    do_HEAD = do_GET
-
-    def fail(self, fault, path, query):
+        fault = self.server.next_fault(self.command, path)
         if fault == "reset":
             self.connection.close()
             self.close_connection = True
         elif fault == "hang":
             self.server.stopping.wait(100)
             self.close_connection = True
-        elif fault in ("short", "wrong"):
-            self.reply(path, query, fault)
+        elif fault == "429":
+            self.answer(429, b"{}", {"Retry-After": 0})
+        elif fault.isdigit():
+            self.answer(int(fault), b"{}")
+        elif path in self.server.files:
+            self.answer(200, self.server.files[path], fault=fault)
         else:
-            self.answer(int(fault), b"{}", {"Retry-After": 0} if fault == "429" else {})
+            self.reply(fault)
 
-    def reply(self, path, query, fault=""):
+    do_HEAD = do_GET
+
+    def reply(self, fault):
+        """Answer /datasets/OWNER/NAME/resolve/REVISION/FILE, or a question that begins with /api/datasets."""
         server = self.server
-        if path in server.files:
-            return self.answer(200, server.files[path], fault=fault)
-        words = [urllib.parse.unquote(word) for word in urllib.parse.urlsplit(self.path).path.strip("/").split("/")]
-        is_api = words[0] == "api"
-        words = words[1 + is_api :] if "datasets" in words[:2] else []
-        if is_api and "/".join(words) in server.renamed:  # the hub sends one on to the new name
-            return self.answer(307, b"", {"Location": f"/api/datasets/{server.renamed['/'.join(words)]}"})
-        name = "/".join(words[:2])
-        rest = words[2:]
-        data_set = server.data_sets.get(name)
-        allowed = self.headers["Authorization"] == "Bearer hf_right"
-        if not data_set or (data_set.get("private") and not allowed):
+        address = self.path.partition("?")[0].removeprefix("/api")
+        words = [urllib.parse.unquote(word) for word in address.strip("/").split("/")]
+        is_api = self.path.startswith("/api/")
+        name = "/".join(words[1:3])
+        action, revision, *rest = [*words[3:], "", ""]
+        path = "/".join(filter(None, rest))
+        if is_api and name in server.renamed:  # the hub sends one on to the new name
+            return self.answer(307, b"", {"Location": f"/api/datasets/{server.renamed[name]}"})
+        data_set = server.data_sets.get(name, {"private": True})
+        is_allowed = self.headers["Authorization"] == "Bearer hf_right"
+        if data_set.get("private") and not (is_allowed and "refs" in data_set):
             return self.answer(401, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
-        revision = rest[1] if rest[1:] else "main"
-        commit = data_set["refs"].get(revision, revision)
+        commit = data_set["refs"].get(revision or "main", revision)
         files = data_set["commits"].get(commit)
         if files is None:
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        if is_api and rest[:1] in ([], ["revision"]):
+        if action == "tree":
+            return self.tree(files, path)
+        if is_api:
             info = {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]}
             return self.answer(200, json.dumps(info).encode())
-        if is_api and rest[0] == "tree":
-            return self.tree(files, "/".join(rest[2:]))
-        if is_api or rest[0] != "resolve":
-            return self.answer(404, b"{}")
-        path = "/".join(rest[2:])
-        if data_set.get("gated") and not allowed:
+        if data_set.get("gated") and not is_allowed:
             return self.answer(403, b'{"error": "gated"}', {"X-Error-Code": "GatedRepo"})
         if path not in files:
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        sha = hashlib.sha256(files[path]).hexdigest()
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{sha}"', "X-Linked-ETag": f'"{sha}"'}
-        headers["X-Linked-Size"] = len(files[path])
-        if "cdn" not in query and path.endswith(".parquet"):  # large files lie elsewhere
+        tag = f'"{hashlib.sha256(files[path]).hexdigest()}"'
+        headers = {
+            "X-Repo-Commit": commit,
+            "ETag": tag,
+            "X-Linked-ETag": tag,
+            "X-Linked-Size": len(files[path]),
+        }
+        if path.endswith(".parquet") and not self.path.endswith("?cdn"):  # large files lie elsewhere
             return self.answer(302, b"", headers | {"Location": f"{self.path}?cdn"})
         return self.answer(200, files[path], headers, fault)
 
     def tree(self, files, folder):
         """The files and folders below a folder."""
-        inside = {path: content for path, content in files.items() if path.startswith(folder and folder + "/")}
-        places = {"/".join(path.split("/")[:depth]) for path in inside for depth in range(1, path.count("/") + 1)}
-        entries = [{"type": "directory", "path": path, "size": 0, "oid": "0" * 40} for path in places - {folder}]
-        for path, content in inside.items():
+        entries = {}
+        for path, content in files.items():
+            if not path.startswith(folder and folder + "/"):
+                continue
+            for parent in map(str, PurePosixPath(path).parents):
+                entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": "0" * 40}
             oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entries.append({"type": "file", "path": path, "size": len(content), "oid": oid})
+            entries[path] = {"type": "file", "path": path, "size": len(content), "oid": oid}
             if path.endswith(".parquet"):
                 sha = hashlib.sha256(content).hexdigest()
-                entries[-1]["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
+                entries[path]["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
         if not entries:
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-        self.answer(200, json.dumps(sorted(entries, key=lambda entry: entry["path"])).encode())
+        for parent in [folder or ".", *map(str, PurePosixPath(folder).parents)]:
+            entries.pop(parent, None)
+        self.answer(200, json.dumps([entries[path] for path in sorted(entries)]).encode())
 
     def answer(self, status, content, headers=None, fault=""):
         headers = {"Content-Length": len(content)} | (headers or {})
@@ -104,7 +105,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if fault == "wrong":
                 content = content[::-1]
             if fault == "short":
-                content, self.close_connection = content[: len(content) // 2], True
+                content = content[: len(content) // 2]
+                self.close_connection = True
             self.wfile.write(content)
 
     def log_message(self, *args):
@@ -116,28 +118,47 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.data_sets, self.files, self.renamed = {}, {}, {}
-        self.asked, self.faults, self.lasting = [], {}, {}
-        self.stopping, self.url = threading.Event(), f"http://127.0.0.1:{self.server_port}"
+        self.data_sets = {}
+        self.files = {}
+        self.renamed = {}
+        self.asked = []
+        self.faults = {}
+        self.lasting = {}
+        self.stopping = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def handle_error(self, request, client_address):
         pass  # a connection that was reset
 
+    def next_fault(self, method, path):
+        """The fault that a request meets, "" for none."""
+        for words, fault in (self.faults | self.lasting).items():
+            method_there, _, place = words.partition(" ")
+            if method_there in ("ANY", method) and place in path:
+                self.faults.pop(words, None)
+                return fault
+        return ""
+
     def add(self, name, files, **settings):
         """Commit these files to a data set; its sha."""
         data_set = self.data_sets.setdefault(name, {"commits": {}, "refs": {}} | settings)
-        contents = sorted((path, text if isinstance(text, bytes) else text.encode()) for path, text in files.items())
+        contents = {path: text.encode() if isinstance(text, str) else text for path, text in sorted(files.items())}
         commit = hashlib.sha1(repr((contents, settings)).encode()).hexdigest()
-        data_set["commits"][commit] = dict(contents)
+        data_set["commits"][commit] = contents
         data_set["refs"]["main"] = commit
         return commit
 
     def configure(self, monkeypatch, folder):
         """Make this the hub of the clients in this process, with a cache of its own in `folder`."""
-        url = self.url + "/{repo_id}/resolve/{revision}/{filename}"
-        values = dict(ENDPOINT=self.url, HUGGINGFACE_CO_URL_TEMPLATE=url, HF_HUB_OFFLINE=False)
-        values |= dict(HF_HUB_CACHE=str(folder / "hub"), HF_TOKEN_PATH=str(folder / "token"), HF_HUB_DISABLE_XET=True)
+        values = {
+            "ENDPOINT": self.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_CACHE": str(folder / "hub"),
+            "HF_TOKEN_PATH": str(folder / "token"),
+            "HF_HUB_DISABLE_XET": True,
+        }
         for name, value in values.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", self.url)

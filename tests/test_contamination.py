@@ -1,6 +1,7 @@
 """contamination.py: what it finds is what a comparison of all 13-grams finds, wherever the shards begin and end."""
 
 import random
+import re
 
 import contamination
 import numpy as np
@@ -73,18 +74,6 @@ def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted,
         assert 2 not in found
 
 
-def test_the_command_says_how_many_examples_were_found(tmp_path, planted, capsys):
-    folder, _ = planted
-    shards = make(tmp_path, folder / "texts.jsonl", tokenizer=str(folder / "small.tiktoken"))
-    change_meta(shards, shards={})  # as one made by hand may have none
-    contamination.main(["--data", str(shards), "--eval", str(folder / "eval.jsonl")])
-    said = capsys.readouterr().out
-    share = int(said.partition(" of 60 examples (")[0].split()[-1]) / 60
-    assert f" of 60 examples ({share:.2%}) share 13 or more" in said
-    assert "line 1:" in said
-    assert "note: " not in said
-
-
 @pytest.fixture
 def byte_shards(tmp_path):
     """A folder with three shards of bytes."""
@@ -101,12 +90,17 @@ def byte_shards(tmp_path):
 
 def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards, capsys, monkeypatch):
     monkeypatch.setattr(contamination, "BLOCK", 4)
-    examples = [{"ctx": "the same", "endings": ["four cats", "fourteen hats"]}]
-    examples += [{"ctx": "rteen", "endings": ["letters"]}, {"ctx": "It is the same", "endings": ["fourteen letters"]}]
+    examples = [
+        {"ctx": "the same", "endings": ["four cats", "fourteen hats"]},
+        {"ctx": "rteen", "endings": ["letters"]},
+        {"ctx": "It is the same", "endings": ["fourteen letters"]},
+        {"ctx": "Another", "endings": ["example"]},
+    ]
     path = write_rows(byte_shards / "eval.jsonl", examples)
-    assert contamination.report(byte_shards, path) == {1: 18, 2: 13, 3: 31}
+    contamination.main(["--data", str(byte_shards), "--eval", str(path)])
     said = capsys.readouterr().out
-    assert [line.split()[1] for line in said.splitlines() if line.startswith("  line")] == ["3:", "1:", "2:"]
+    assert "\n3 of 4 examples (75.00%) share 13 or more" in said
+    assert re.findall(r"line (\d): (\d+) tokens", said) == [("3", "31"), ("1", "18"), ("2", "13")]
     assert "18 tokens, the first 13 of them in x_val_000000.npy at 6: 'the same fourteen '" in said
 
 

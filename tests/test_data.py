@@ -46,7 +46,9 @@ def read_steps(folder, layout, steps, *, T, S, **options):
     layout: (B, number of ranks)
     """
     B, world_size = layout
-    loaders = [DataLoaderLite(folder, "train", B, T, rank, world_size, **options) for rank in range(world_size)]
+    loaders = []
+    for rank in range(world_size):
+        loaders.append(DataLoaderLite(folder, "train", B, T, rank, world_size, **options))
     seen = []
     for _ in range(steps * S // (B * world_size)):
         for loader in loaders:
@@ -61,12 +63,16 @@ def read_steps(folder, layout, steps, *, T, S, **options):
 def random_case(seed):
     """(lengths of shards, {T, windows per step S}, three layouts that divide a step)."""
     rng = random.Random(seed)
-    T = rng.choice([1, 2, 3, 5, 8, 16])
-    S = rng.choice([4, 6, 8, 12])
-    lengths = [rng.randint(1, 40 * T) for _ in range(rng.randint(1, 4))]
-    layouts = itertools.product(range(1, S + 1), (1, 2, 3, 4))
-    layouts = [(B, world_size) for B, world_size in layouts if S % (B * world_size) == 0]
-    return [*lengths, 9 * T], dict(T=T, S=S), rng.sample(layouts, 3)
+    T = rng.randint(1, 16)
+    lengths = [rng.randint(1, 40 * T) for _ in range(3)]
+    layouts = [
+        (1, 1),
+        (2, 1),
+        (3, 4),
+        (6, 2),
+        (12, 1),
+    ]
+    return [*lengths, 9 * T], dict(T=T, S=12), rng.sample(layouts, 3)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -83,8 +89,9 @@ def test_file_order_is_every_window_of_every_shard_in_turn(tmp_path, seed):
 def test_shuffled_steps_hold_the_same_windows_for_every_layout(tmp_path, seed):
     lengths, sizes, layouts = random_case(seed)
     folder = counting_shards(tmp_path, lengths)
-    one, *others = [read_steps(folder, layout, 9, **sizes, seed=seed, shuffle=True) for layout in layouts]
-    assert others == [one, one]
+    one = read_steps(folder, (4, 3), 9, **sizes, shuffle=True)
+    for layout in layouts:
+        assert read_steps(folder, layout, 9, **sizes, shuffle=True) == one, layout
 
 
 def read_epochs(folder, **options):

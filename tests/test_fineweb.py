@@ -54,14 +54,19 @@ def make_small(tmp_path, path, **options):
 
 def test_meta_json_describes_the_shards(tmp_path, path):
     folder = make_small(tmp_path, path)
-    arrays = {path.name: np.load(path) for path in folder.glob("*.npy")}
-    assert len(arrays) > 3
-    assert sorted(os.listdir(folder)) == sorted([*arrays, "meta.json", *TABLES])
+    lengths = {path.name: len(np.load(path)) for path in folder.glob("*.npy")}
+    assert len(lengths) > 3
+    assert sorted(os.listdir(folder)) == sorted([*lengths, "meta.json", *TABLES])
     meta = read_meta(folder)
-    assert meta["shards"] == {name: len(array) for name, array in arrays.items()}
-    assert meta["tokens"] == sum(map(len, arrays.values()))
-    expected = {"dataset": "input", "tokenizer": "bytes", "vocab_size": 257, "documents": 60, "complete": True}
-    assert meta == meta | expected
+    assert meta == meta | {
+        "dataset": "input",
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "documents": 60,
+        "tokens": len(as_bytes(TEXTS)),
+        "shards": lengths,
+        "complete": True,
+    }
 
 
 def test_the_last_lines_say_how_much_there_is(tmp_path, path, capsys):
@@ -71,12 +76,6 @@ def test_the_last_lines_say_how_much_there_is(tmp_path, path, capsys):
     said = capsys.readouterr().out
     assert f"{train:,} tokens to train on, {val:,} to validate on" in said
     assert "from 60 documents" in said
-
-
-def test_a_shard_is_what_np_save_writes(tmp_path, path):
-    for shard in make_small(tmp_path, path).glob("*.npy"):
-        np.save(tmp_path / "saved.npy", np.load(shard))
-        assert (tmp_path / "saved.npy").read_bytes() == shard.read_bytes()
 
 
 @pytest.mark.parametrize("longest", [30, 3000])  # the second: most documents are longer than a shard
@@ -183,9 +182,7 @@ def test_the_folder_is_named_after_the_first_file(tmp_path, name, monkeypatch, c
     fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
     folder = name.strip(".").removesuffix(".txt")
     assert sorted(os.listdir()) == sorted([name, folder])
-    said = capsys.readouterr().out
-    assert "\x1b" not in said
-    assert f"data={folder}" in said or f"data {folder}" in said or "\x1b" in name
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -297,10 +294,14 @@ def test_a_meta_json_without_shards_is_not_complete(tmp_path, path):
     assert listing(folder) == before
 
 
+def write_lines(path, lines):
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
 def damage_line(path, number):
     """Damage a line of the file, and make shards of those before it. Returns the lines as they were."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join([*lines[:number], "{", *lines[number + 1 :]]), encoding="utf-8")
+    write_lines(path, [*lines[:number], "{", *lines[number + 1 :]])
     with patched(preparation, "BATCH_BYTES", 1000):
         with pytest.raises(UserError, match=f"Line {number + 1} of .* is not a valid JSON object"):
             make_small(path.parent, path, num_proc=1)
@@ -311,14 +312,14 @@ def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(tmp_path, 
     lines = damage_line(path, 50)
     first = tmp_path / "out" / "out_train_000001.npy"
     written = first.stat().st_mtime_ns
-    path.write_text("\n".join(lines), encoding="utf-8")
+    write_lines(path, lines)
     assert holds(make_small(tmp_path, path), TEXTS)
     assert first.stat().st_mtime_ns == written
 
 
 def test_a_file_that_was_repaired_is_known_afterwards(tmp_path, path, capsys):
     lines = damage_line(path, 50)
-    path.write_text("\n".join([*lines, '{"text": "more"}']), encoding="utf-8")
+    write_lines(path, [*lines, '{"text": "more"}'])
     make_small(tmp_path, path)
     make_small(tmp_path, path)
     assert "is complete" in capsys.readouterr().out
@@ -329,9 +330,7 @@ CHANGES = {
     "cut": lambda lines, row: lines[:15],
     "cut at the place": lambda lines, row: lines[:row],
     "removed": lambda lines, row: lines[:15] + lines[18:],
-    "inserted": lambda lines, row: lines[:15] + lines[:3] + lines[15:],
     "replaced": lambda lines, row: [*lines[:15], lines[14], *lines[16:]],
-    "swapped": lambda lines, row: [*lines[:15], lines[16], lines[15], *lines[17:]],
 }
 
 
@@ -340,37 +339,25 @@ def test_a_file_whose_rows_in_shards_have_changed_is_named(tmp_path, path, chang
     """Rows were missing or there twice, and the shards said to be complete."""
     lines = damage_line(path, 50)
     row = list(read_meta(tmp_path / "out")["ends"].values())[-1]["row"]
-    path.write_text("\n".join(CHANGES[change](lines, row)), encoding="utf-8")
+    write_lines(path, CHANGES[change](lines, row))
     before = listing(tmp_path / "out")
     with pytest.raises(UserError, match=f"a.jsonl has changed: its first {row} rows are in the shards, but "):
         make_small(tmp_path, path)
     assert listing(tmp_path / "out") == before
 
 
-def test_rows_of_a_table_that_have_changed_are_seen_as_well(tmp_path):
-    path = tmp_path / "a.parquet"
-    texts = [*TEXTS[:30], None, *TEXTS[31:]]
-    folder = make_small(tmp_path, write_texts(path, texts))
-    shards = read_meta(folder)["shards"]
-    change_meta(folder, complete=False, shards=dict(list(shards.items())[:-4]))
-    texts[20] = "other"
-    write_texts(path, texts)
-    with pytest.raises(UserError, match="a.parquet has changed: its first"):
-        make_small(tmp_path, path)
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_an_input_with_another_beginning_is_refused(tmp_path, path, complete):
+@pytest.mark.parametrize(
+    "complete, texts",
+    [
+        (False, ["other", *TEXTS[1:]]),
+        (True, ["other", *TEXTS[1:]]),
+        (True, [*TEXTS, "more"]),  # which may be added while not all is read
+    ],
+)
+def test_an_input_that_is_another_text_is_refused(tmp_path, path, complete, texts):
     folder = make_small(tmp_path, path)
     change_meta(folder, complete=complete)
-    write_texts(path, ["other", *TEXTS[1:]])
-    with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
-        make_small(tmp_path, path)
-
-
-def test_of_complete_shards_an_input_with_more_at_its_end_is_refused(tmp_path, path):
-    make_small(tmp_path, path)
-    write_texts(path, [*TEXTS, "more"])
+    write_texts(path, texts)
     with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
         make_small(tmp_path, path)
 
@@ -390,13 +377,12 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path, path):
     with patched(os, "replace", replace_until_full) as replace:
         with pytest.raises(UserError, match="No space left"):
             make_small(tmp_path, path)
-    before = listing(tmp_path / "out")
-    assert "out_train_000002.npy" in before
-    assert not any(name.endswith(".part") for name in before)
-    after = listing(make_small(tmp_path, path))
-    assert after == listing(make_small(tmp_path, path, name="other/out"))
-    kept = {name: digest for name, digest in before.items() if name != "meta.json"}
-    assert after == after | kept
+    kept = listing(tmp_path / "out")
+    assert "out_train_000002.npy" in kept
+    del kept["meta.json"]
+    whole = listing(make_small(tmp_path, path, name="other/out"))
+    assert kept.items() < whole.items()
+    assert listing(make_small(tmp_path, path)) == whole
 
 
 def test_the_quick_start_takes_the_shards_that_are_there(tmp_path, path):
@@ -452,14 +438,7 @@ def test_a_meta_json_that_names_files_elsewhere_is_refused(tmp_path, path, name)
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"ends": {"out_val_000000.npy": [7, 3, 1]}},
-        {"ends": {"out_val_000000.npy": {"row": 1, "x": 2}}},
-        {"made_from": {"sources": None}},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"ends": {"x": [7, 3, 1]}}, {"made_from": {"sources": None}}])
 def test_a_meta_json_of_another_version_is_refused(tmp_path, path, changes):
     change_meta(make_small(tmp_path, path), complete=False, **changes)
     with pytest.raises(UserError, match="meta.json is damaged, or of another version"):

@@ -12,7 +12,6 @@ from plumbing.cli.console import UserError
 from plumbing.data import preparation, tokenizers
 from plumbing.data.tokenizers import render_conversation
 from smoltalk import Options, pack, prepare
-from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from corpora import kill_again_and_again, read, read_meta, write_rows
 from harness import (
@@ -158,17 +157,6 @@ def test_the_answers_are_learned(tmp_path, count, capsys):
     assert f"{num_targets:,} tokens are targets" in capsys.readouterr().out
 
 
-def test_the_loader_reads_what_is_learned(tmp_path):
-    folder = prepare_rows(tmp_path, chats_of(100))
-    tokens = read(folder, "*_train_*.npy")
-    loader = DataLoaderLite(folder, "train", B=len(tokens) // 64, T=64)
-    x, y = loader.next_batch()  # one epoch
-    assert (x[:, 0] == ENC.eot_token).all()
-    text = ENC.decode(y[y != IGNORE_INDEX].tolist())
-    answers = re.findall(r"A\d+", "".join(read_chats(folder, "train")))
-    assert sorted(text.split("<|end|>")[:-1]) == sorted(answers)
-
-
 def test_meta_json_describes_the_shards(tmp_path):
     folder = prepare_rows(tmp_path, chats_of(100))
     meta = read_meta(folder)
@@ -250,19 +238,16 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
 def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert status_of(train_gpt2.main, tiny_flags(data, "start")) == 0
-    capsys.readouterr()
     options = dict(out_dir="chats", tokenizer="", init_from="start", max_length=0)
-    folder = prepare_rows(tmp_path, chats_of(100), **options)
-    meta = read_meta(folder)
+    meta = read_meta(prepare_rows(tmp_path, chats_of(100), **options))
     assert meta["tokenizer"] == "bytes+chat"
     assert meta["made_from"]["max_length"] == TINY["block_size"]
-    [words] = printed_commands(capsys.readouterr().out)
-    assert Path(words[1]).name == "train_gpt2.py"
-    assert words[2:4] == ["--preset", "quickstart"]
-    assert words[8:10] == ["--init-from", "start"]
+    words = printed_commands(capsys.readouterr().out)[-1]
+    assert "--preset quickstart" in " ".join(words)
+    assert "--init-from start" in " ".join(words)
     two_steps = ["--max-steps", "2", "--warmup-steps", "0"]
     assert status_of(train_gpt2.main, words[2:] + two_steps) == 0
-    assert (tmp_path / "log" / "chats" / "hf").exists()
+    assert Path("log/chats/hf").exists()
 
 
 # ----- What is read of a row ----------------------------------------------------------------------------
@@ -275,10 +260,7 @@ UNUSABLE = [
     ([message("user", " ")], NO_CONTENT),
     (talk("a"), "has no answer by the assistant"),
     (talk("a", "b" * 64), "needs a --max-length above 64 for its first answer"),
-    (
-        [message("assistant", "a", weight=0)],
-        "has no answer to learn",
-    ),
+    ([message("assistant", "a", weight=0)], "has no answer to learn"),
     ([message("assistant", "a", weight=0.5)], "has weight 0.5 in a message"),
     (3, "is not an object, but 3"),
 ]
@@ -437,12 +419,12 @@ def test_messages_to_and_from_tools_are_left_out(tmp_path, name, calls, role, ca
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("flag", ["weight", "train", "training", "loss"])
-@pytest.mark.parametrize("no, yes", [(0, 1), (False, True)])
-def test_an_answer_that_is_not_to_be_learned_is_no_target(tmp_path, name, flag, no, yes, capsys):
+@pytest.mark.parametrize("no", [0, False])
+def test_an_answer_that_is_not_to_be_learned_is_no_target(tmp_path, name, flag, no, capsys):
     chat = talk("Q", "wrong", "Q", "right")
     chat[1][flag] = no
     chat[2][flag] = no  # a question is never learned
-    chat[3][flag] = yes
+    chat[3][flag] = type(no)(1)
     folder = prepare_rows(tmp_path, [{"messages": chat}] * 24, name)
     assert all_chats(folder) == [as_text("Q", "wrong", "Q", "right")] * 24
     assert learned_in(folder) == ["right"] * 24
