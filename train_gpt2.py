@@ -4,7 +4,8 @@
     python fineweb.py                          # prepare the data for GPT-2 124M
     torchrun --standalone --nproc_per_node=8 train_gpt2.py   # train on 8 GPUs
 
-(On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other flags:
+(On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other
+flags:
 
     gpt2          GPT-2 124M on 10B tokens of FineWeb-Edu; the default
     gpt2-medium   355M parameters
@@ -15,12 +16,15 @@
     baby          nanoGPT's 10M shape, on bytes, for one GPU or a patient laptop
     chat          fine-tunes --init-from on conversations from smoltalk.py
 
-A run writes to --out-dir: log.txt (`step stream value` per line), samples.txt, run.txt (commands, settings, machines),
-a copy of this file, model_<step>.pt (checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). The same
-command again, or --out-dir alone, continues a run that was stopped, was killed or has crashed, even on other GPUs.
+A run writes to --out-dir: log.txt (`step stream value` per line), samples.txt,
+run.txt (commands, settings, machines), a copy of this file, model_<step>.pt
+(checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). The same
+command again, or --out-dir alone, continues a run that was stopped, was killed
+or has crashed, even on other GPUs.
 
-Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, table 2.1 and appendix B) for
-the hyperparameters that GPT-2's paper leaves out, Muon (Jordan et al. 2024) for the speedrun's optimizer.
+Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020,
+table 2.1 and appendix B) for the hyperparameters that GPT-2's paper leaves out,
+Muon (Jordan et al. 2024) for the speedrun's optimizer.
 """
 
 import dataclasses
@@ -45,7 +49,7 @@ from plumbing.run.options import RunOptions, read_flags
 class GPTConfig:
     """The shape of a model, saved with its weights. Each field becomes a flag, and its comment is that flag's help."""
 
-    # the model; to give a trained one another vocabulary or block size, start from it with --init-from
+    # the model (--init-from gives a trained one another vocabulary or block size)
     block_size: Positive[int] = 1024  # longest sequence: the number of position embeddings
     # rows of the embedding; by default the tokenizer's size, padded to a multiple of 64 for faster matmuls
     vocab_size: int = 50304

@@ -1,4 +1,4 @@
-"""Benchmarks: the program's own code compared with a reference, alternating in one process.
+"""Compare the program's speed with references, alternating in one process.
 
     python -m bench train       a step, and transformers in a plain loop
     python -m bench train --peer ../nanoGPT --variants batch_size=8 dtype=fp8
@@ -6,8 +6,9 @@
     python -m bench hellaswag   packed rows, and four padded rows per example
     python -m bench sample      generate, a loop without a cache, transformers
 
-Each side is warmed up. Then the sides alternate for --rounds rounds, so that other load on the machine affects all of
-them alike. A ratio is a side's time per token divided by ours: the median over the rounds.
+Each side is warmed up. Then the sides alternate for --rounds rounds, so that
+other load on the machine affects all of them alike. A ratio is a side's time
+per token divided by ours: the median over the rounds.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""What you need not read to understand the training, in wings. A wing imports only those above it in this list.
+"""Everything that you need not read to understand the training. A wing imports only wings above it in this list.
 
-    cli     how a program begins, ends and speaks; flags from a dataclass
+    cli     the console, and flags made from a dataclass
     files   files that are never half written, and locks on folders
-    system  devices, the ranks of a run, kernels, and what works and fits on this machine
-    data    which files a data set has, the texts in them, tokenizers, token shards, and the order of their windows
-    run     a run's settings, start, folder, checkpoints, logs and exports, and what several runs show
+    system  devices, ranks, kernels, and a trial of what works and fits on this machine
+    data    input files, their texts, tokenizers, token shards, and the order of their windows
+    run     a run's settings, start, folder, checkpoints, logs and exports; comparisons of runs
 
-No module here imports a program of the top level.
+No module here imports one of the programs that people run.
 """

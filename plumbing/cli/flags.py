@@ -265,6 +265,8 @@ def explain(unknown, actions, synonyms, *, presets):
         advice = closest(word.partition("=")[0], meanings) or advice
     elif "input" in meanings:
         advice = f"Use --input {word}."
+    elif word in presets:
+        advice = f"Use --preset {word}."
     elif word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         advice = "Use --preset, which names a set of flags."
     elif takes_text:

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from plumbing.cli.console import plain, quote_group
+from plumbing.cli.console import count, plain, quote_group
 from plumbing.data.shards import origin
 from plumbing.files import Name, atomic_write, named_errors, open_regular
 from plumbing.run import source_code
@@ -69,7 +69,7 @@ def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, f
                     yield step, stream, float(value)
     is_cut_short = not line.endswith("\n")  # by a crash
     if damaged > is_cut_short and not is_nanogpts:  # nanoGPT prints other lines as well
-        print(f"warning: {damaged} damaged lines of {path} are left out.", flush=True)
+        print(f"warning: {count(damaged, 'damaged line')} of {path} left out.", flush=True)
 
 
 def open_log(out_dir: Path, parent: Path, step: int) -> IO[str]:
