@@ -116,6 +116,7 @@ def read_meta(folder, name="meta.json"):
 
 def write_rows(path, rows):
     """Write these rows in the format that the name of the file says. Returns its path."""
+    path = Path(path)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
     elif path.suffix in (".csv", ".tsv"):
@@ -172,6 +173,11 @@ def kill_again_and_again(function, *args):
     at its second one, and so on."""
     for number in range(1, 9):
         run(call_and_die, number, function, *args, ends=[KILLED])
+
+
+def make_here(*inputs, **options):
+    """Make shards in the current folder."""
+    return make(Path(), *inputs, **options)
 
 
 def make(tmp_path, *inputs, name="out", **options):

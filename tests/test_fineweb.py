@@ -26,6 +26,7 @@ from corpora import (
     holds,
     kill_again_and_again,
     make,
+    make_here,
     random_texts,
     read,
     read_meta,
@@ -38,22 +39,27 @@ from harness import ROOT, change_meta, full_disk, listing, patched, printed_comm
 TEXTS = random_texts(60)
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
-def path(tmp_path):
+def path(in_an_empty_folder):
     """A file with TEXTS."""
-    return write_texts(tmp_path / "a.jsonl", TEXTS)
+    return write_texts("a.jsonl", TEXTS)
 
 
-def make_small(tmp_path, path, **options):
+def make_small(path, **options):
     """Make some ten shards."""
-    return make(tmp_path, path, **{"shard_size": 5000} | options)
+    return make_here(path, **{"shard_size": 5000} | options)
 
 
 # ----- Shards -------------------------------------------------------------------------------------------
 
 
-def test_meta_json_describes_the_shards(tmp_path, path):
-    folder = make_small(tmp_path, path)
+def test_meta_json_describes_the_shards(path):
+    folder = make_small(path)
     lengths = {path.name: len(np.load(path)) for path in folder.glob("*.npy")}
     assert len(lengths) > 3
     assert sorted(os.listdir(folder)) == sorted([*lengths, "meta.json", *TABLES])
@@ -69,8 +75,8 @@ def test_meta_json_describes_the_shards(tmp_path, path):
     }
 
 
-def test_the_last_lines_say_how_much_there_is(tmp_path, path, capsys):
-    folder = make_small(tmp_path, path)
+def test_the_last_lines_say_how_much_there_is(path, capsys):
+    folder = make_small(path)
     train = len(read(folder, "*_train_*"))
     val = len(read(folder, "*_val_*"))
     said = capsys.readouterr().out
@@ -79,9 +85,9 @@ def test_the_last_lines_say_how_much_there_is(tmp_path, path, capsys):
 
 
 @pytest.mark.parametrize("longest", [30, 3000])  # the second: most documents are longer than a shard
-def test_shards_hold_whole_documents_up_to_their_size(tmp_path, longest):
+def test_shards_hold_whole_documents_up_to_their_size(longest):
     texts = random_texts(100, longest=longest)
-    folder = make(tmp_path, write_texts(tmp_path / "a.jsonl", texts), shard_size=1000)
+    folder = make_here(write_texts("a.jsonl", texts), shard_size=1000)
     assert holds(folder, texts)
     shards = [np.load(path) for path in folder.glob("*.npy")]
     assert len(shards) > 5
@@ -89,10 +95,10 @@ def test_shards_hold_whole_documents_up_to_their_size(tmp_path, longest):
         assert len(shard) <= 1000 or np.count_nonzero(shard == 256) == 1
 
 
-def test_max_tokens_ends_with_a_document(tmp_path):
+def test_max_tokens_ends_with_a_document():
     texts = random_texts(400, longest=30)
-    path = write_texts(tmp_path / "a.jsonl", texts)
-    folder = make(tmp_path, path, shard_size=1000, max_tokens=2345)
+    path = write_texts("a.jsonl", texts)
+    folder = make_here(path, shard_size=1000, max_tokens=2345)
     last = np.count_nonzero(read(folder) == 256) - 1
     assert holds(folder, texts[: last + 1])
     num_tokens = len(read(folder))
@@ -103,8 +109,8 @@ def test_max_tokens_ends_with_a_document(tmp_path):
 
 
 @pytest.mark.parametrize("texts", [["x" * 100], ["x" * 9, "y" * 99], ["x" * 99, "y" * 9]])
-def test_every_input_has_two_splits(tmp_path, texts):
-    folder = make(tmp_path, write_texts(tmp_path / "a.jsonl", texts))
+def test_every_input_has_two_splits(texts):
+    folder = make_here(write_texts("a.jsonl", texts))
     val = read(folder, "*_val_*")
     train = read(folder, "*_train_*")
     assert 0 < len(val) < 0.2 * len(train)
@@ -115,10 +121,10 @@ def test_every_input_has_two_splits(tmp_path, texts):
     "lengths, first",
     [([99] * 20, 1000), ([900, 1], 2)],  # the first shard or, of a single one, about a tenth
 )
-def test_of_pythons_documentation_the_first_shard_is_for_validation(tmp_path, lengths, first, monkeypatch):
+def test_of_pythons_documentation_the_first_shard_is_for_validation(lengths, first, monkeypatch):
     texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
     monkeypatch.setattr(python_docs, "python_docs", lambda: texts)
-    folder = make(tmp_path, dataset="python-docs", shard_size=1000)
+    folder = make_here(dataset="python-docs", shard_size=1000)
     assert len(read(folder, "*_val_*")) == first
     assert sorted(documents(folder, "val") + documents(folder, "train")) == texts
     assert {path.name[:11] for path in folder.glob("*.npy")} == {"pythondocs_"}
@@ -129,35 +135,35 @@ def numbers_for_validation(folder):
     return [int(text.split()[-1]) for text in documents(folder, "val")]
 
 
-def test_one_document_in_eleven_is_for_validation(tmp_path):
+def test_one_document_in_eleven_is_for_validation():
     """They are from all parts of the input."""
-    path = write_texts(tmp_path / "a.jsonl", [f"Document {n}" for n in range(660)])
-    numbers = numbers_for_validation(make(tmp_path, path))
+    path = write_texts("a.jsonl", [f"Document {n}" for n in range(660)])
+    numbers = numbers_for_validation(make_here(path))
     assert len(numbers) == 60
     assert np.histogram(numbers, 10, (0, 660))[0].min() >= 4
 
 
-def test_the_size_of_a_shard_does_not_change_the_splits(tmp_path):
-    path = write_texts(tmp_path / "a.jsonl", [f"Document {n}" for n in range(660)])
-    one = make(tmp_path, path, name="one")
-    many = make(tmp_path, path, name="many", shard_size=3000)
+def test_the_size_of_a_shard_does_not_change_the_splits():
+    path = write_texts("a.jsonl", [f"Document {n}" for n in range(660)])
+    one = make_here(path, name="one")
+    many = make_here(path, name="many", shard_size=3000)
     assert len(list(one.glob("*.npy"))) < len(list(many.glob("*.npy")))
     assert documents(one, "val") == documents(many, "val")
 
 
 @pytest.mark.parametrize("options", [{"shard_size": 30}, {"shard_size": 300, "max_tokens": 3000}])
-def test_of_a_large_text_fewer_documents_are_for_validation(tmp_path, options):
+def test_of_a_large_text_fewer_documents_are_for_validation(options):
     texts = random_texts(400, longest=3)
-    folder = make(tmp_path, write_texts(tmp_path / "a.jsonl", texts), **options)
+    folder = make_here(write_texts("a.jsonl", texts), **options)
     val = len(read(folder, "*_val_*"))
     assert 0 < val < 0.2 * len(read(folder))
 
 
-def test_of_a_folder_of_files_those_for_validation_are_from_all_of_it(tmp_path):
-    (tmp_path / "texts").mkdir()
+def test_of_a_folder_of_files_those_for_validation_are_from_all_of_it():
+    Path("texts").mkdir()
     for number in range(66):
-        (tmp_path / "texts" / f"{number:02d}.txt").write_text(f"File {number}", encoding="utf-8")
-    numbers = numbers_for_validation(make(tmp_path, tmp_path / "texts"))
+        Path(f"texts/{number:02d}.txt").write_text(f"File {number}", encoding="utf-8")
+    numbers = numbers_for_validation(make_here("texts"))
     assert np.histogram(numbers, 3, (0, 66))[0].tolist() == [2, 2, 2]
 
 
@@ -165,8 +171,7 @@ def test_of_a_folder_of_files_those_for_validation_are_from_all_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("length", [40, 30_000])
-def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_that_comes_next_trains_on_the_shards(length, capsys):
     Path("a b.md").write_text("To be. " * (length // 7), encoding="utf-8")
     fineweb.main(["--input", "a b.md", "--tokenizer", "bytes"])
     command = printed_commands(capsys.readouterr().out)[-1]
@@ -175,9 +180,8 @@ def test_the_command_that_comes_next_trains_on_the_shards(tmp_path, length, monk
 
 
 @pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "\x1b[31m.txt"])
-def test_the_folder_is_named_after_the_first_file(tmp_path, name, monkeypatch, capsys):
+def test_the_folder_is_named_after_the_first_file(name, capsys):
     """A hidden file's shards were strewn over the current folder, and the next command was --data ""."""
-    monkeypatch.chdir(tmp_path)
     Path(name).write_text("To be. " * 100, encoding="utf-8")
     fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
     folder = name.strip(".").removesuffix(".txt")
@@ -215,11 +219,11 @@ def test_what_comes_next_knows_the_presets_of_the_trainer(name):
 
 
 @pytest.mark.parametrize("num_proc, batch_bytes, queue_bytes", [(2, 5000, 10_000), (5, 100, 2**26)])
-def test_neither_cores_nor_batches_change_a_byte(tmp_path, path, num_proc, batch_bytes, queue_bytes, monkeypatch):
-    one = listing(make_small(tmp_path, path, name="one/out", num_proc=1))
+def test_neither_cores_nor_batches_change_a_byte(path, num_proc, batch_bytes, queue_bytes, monkeypatch):
+    one = listing(make_small(path, name="one/out", num_proc=1))
     monkeypatch.setattr(preparation, "BATCH_BYTES", batch_bytes)
     monkeypatch.setattr(preparation, "QUEUE_BYTES", queue_bytes)
-    assert listing(make_small(tmp_path, path, name="more/out", num_proc=num_proc)) == one
+    assert listing(make_small(path, name="more/out", num_proc=num_proc)) == one
 
 
 def measure_memory(tmp_path, key):
@@ -254,26 +258,27 @@ def make_in_small_blocks(tmp_path, name, path, max_tokens):
 @pytest.mark.parametrize("kind, max_tokens", [("jsonl", 0), ("jsonl", 30_000), ("txt", 0)])
 def test_after_kills_the_same_command_ends_with_the_same_bytes(tmp_path, path, kind, max_tokens):
     if kind == "txt":
-        path = tmp_path / "a.txt"
+        path = Path("a.txt")
         path.write_text("\n".join(TEXTS), encoding="utf-8")
+    path = path.absolute()  # the processes are in another folder
     whole = listing(make_in_small_blocks(tmp_path, "whole", path, max_tokens))
     assert len(whole) > 8
     kill_again_and_again(make_in_small_blocks, tmp_path, "killed", path, max_tokens)
     assert listing(make_in_small_blocks(tmp_path, "killed", path, max_tokens)) == whole
 
 
-def test_a_finished_folder_can_be_used_by_several_processes(tmp_path, path, capsys):
-    folder = make_small(tmp_path, path)
+def test_a_finished_folder_can_be_used_by_several_processes(path, capsys):
+    folder = make_small(path)
     before = listing(folder)
     with lock_folder(folder):
-        make_small(tmp_path, path)
+        make_small(path)
     assert "is complete" in capsys.readouterr().out
     assert listing(folder) == before
 
 
 @pytest.mark.parametrize("length", [None, 0, 2000])
-def test_a_damaged_shard_is_made_again_by_one_process(tmp_path, path, length):
-    folder = make_small(tmp_path, path)
+def test_a_damaged_shard_is_made_again_by_one_process(path, length):
+    folder = make_small(path)
     before = listing(folder)
     shard = folder / "out_train_000002.npy"
     if length is None:
@@ -281,16 +286,16 @@ def test_a_damaged_shard_is_made_again_by_one_process(tmp_path, path, length):
     else:
         os.truncate(shard, length)
     with lock_folder(folder), pytest.raises(UserError, match="in use by another process"):
-        make_small(tmp_path, path)
-    make_small(tmp_path, path)
+        make_small(path)
+    make_small(path)
     assert listing(folder) == before
 
 
-def test_a_meta_json_without_shards_is_not_complete(tmp_path, path):
-    folder = make_small(tmp_path, path)
+def test_a_meta_json_without_shards_is_not_complete(path):
+    folder = make_small(path)
     before = listing(folder)
     change_meta(folder, shards={})
-    make_small(tmp_path, path)
+    make_small(path)
     assert listing(folder) == before
 
 
@@ -304,24 +309,24 @@ def damage_line(path, number):
     write_lines(path, [*lines[:number], "{", *lines[number + 1 :]])
     with patched(preparation, "BATCH_BYTES", 1000):
         with pytest.raises(UserError, match=f"Line {number + 1} of .* is not a valid JSON object"):
-            make_small(path.parent, path, num_proc=1)
+            make_small(path, num_proc=1)
     return lines
 
 
-def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(tmp_path, path):
+def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(path):
     lines = damage_line(path, 50)
-    first = tmp_path / "out" / "out_train_000001.npy"
+    first = Path("out/out_train_000001.npy")
     written = first.stat().st_mtime_ns
     write_lines(path, lines)
-    assert holds(make_small(tmp_path, path), TEXTS)
+    assert holds(make_small(path), TEXTS)
     assert first.stat().st_mtime_ns == written
 
 
-def test_a_file_that_was_repaired_is_known_afterwards(tmp_path, path, capsys):
+def test_a_file_that_was_repaired_is_known_afterwards(path, capsys):
     lines = damage_line(path, 50)
     write_lines(path, [*lines, '{"text": "more"}'])
-    make_small(tmp_path, path)
-    make_small(tmp_path, path)
+    make_small(path)
+    make_small(path)
     assert "is complete" in capsys.readouterr().out
 
 
@@ -335,15 +340,15 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_whose_rows_in_shards_have_changed_is_named(tmp_path, path, change):
+def test_a_file_whose_rows_in_shards_have_changed_is_named(path, change):
     """Rows were missing or there twice, and the shards said to be complete."""
     lines = damage_line(path, 50)
-    row = list(read_meta(tmp_path / "out")["ends"].values())[-1]["row"]
+    row = list(read_meta("out")["ends"].values())[-1]["row"]
     write_lines(path, CHANGES[change](lines, row))
-    before = listing(tmp_path / "out")
+    before = listing("out")
     with pytest.raises(UserError, match=f"a.jsonl has changed: its first {row} rows are in the shards, but "):
-        make_small(tmp_path, path)
-    assert listing(tmp_path / "out") == before
+        make_small(path)
+    assert listing("out") == before
 
 
 @pytest.mark.parametrize(
@@ -354,40 +359,40 @@ def test_a_file_whose_rows_in_shards_have_changed_is_named(tmp_path, path, chang
         (True, [*TEXTS, "more"]),  # which may be added while not all is read
     ],
 )
-def test_an_input_that_is_another_text_is_refused(tmp_path, path, complete, texts):
-    folder = make_small(tmp_path, path)
+def test_an_input_that_is_another_text_is_refused(path, complete, texts):
+    folder = make_small(path)
     change_meta(folder, complete=complete)
     write_texts(path, texts)
     with pytest.raises(UserError, match=r"file 1 of the input .* was \['a.jsonl', .* and is now \['a.jsonl', "):
-        make_small(tmp_path, path)
+        make_small(path)
 
 
-def test_in_a_folder_that_was_renamed_the_names_of_shards_stay(tmp_path, path):
-    folder = make_small(tmp_path, path)
+def test_in_a_folder_that_was_renamed_the_names_of_shards_stay(path):
+    folder = make_small(path)
     change_meta(folder, complete=False)
-    folder.rename(tmp_path / "renamed")
-    make_small(tmp_path, path, name="renamed")
-    assert {file.name[:4] for file in (tmp_path / "renamed").glob("*.npy")} == {"out_"}
+    folder.rename("renamed")
+    make_small(path, name="renamed")
+    assert {file.name[:4] for file in Path("renamed").glob("*.npy")} == {"out_"}
 
 
-def test_a_disk_that_fills_up_keeps_the_shards_before(tmp_path, path):
+def test_a_disk_that_fills_up_keeps_the_shards_before(path):
     def replace_until_full(part, name):
         (full_disk if Path(name).name == "out_train_000003.npy" else replace)(part, name)
 
     with patched(os, "replace", replace_until_full) as replace:
         with pytest.raises(UserError, match="No space left"):
-            make_small(tmp_path, path)
-    kept = listing(tmp_path / "out")
+            make_small(path)
+    kept = listing("out")
     assert "out_train_000002.npy" in kept
     del kept["meta.json"]
-    whole = listing(make_small(tmp_path, path, name="other/out"))
+    whole = listing(make_small(path, name="other/out"))
     assert kept.items() < whole.items()
-    assert listing(make_small(tmp_path, path)) == whole
+    assert listing(make_small(path)) == whole
 
 
-def test_the_quick_start_takes_the_shards_that_are_there(tmp_path, path):
+def test_the_quick_start_takes_the_shards_that_are_there(path):
     """Made with another tokenizer, by another Python."""
-    folder = make_small(tmp_path, path)
+    folder = make_small(path)
     before = listing(folder)
     fineweb.make_python_docs(str(folder))
     assert listing(folder) == before
@@ -413,10 +418,10 @@ def test_importing_runs_nothing(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_the_limit_on_addresses_that_a_cluster_may_set_is_enough(tmp_path):
     """Which is 2 GB with ulimit -v 2000000: this tokenizer leaves what the real ones need."""
-    path = write_texts(tmp_path / "a.parquet", TEXTS)
+    path = write_texts("a.parquet", TEXTS)
     code = "import fineweb; from plumbing.cli import console; console.run(fineweb.main); "
     code += "print(open('/proc/self/status').read())"
-    args = ["--input", path, "--num-proc=2", "--tokenizer=bytes", "--out-dir", tmp_path / "out"]
+    args = ["--input", tmp_path / path, "--num-proc=2", "--tokenizer=bytes", "--out-dir", tmp_path / "out"]
     done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True)
     assert int(re.search(r"VmPeak:\s+(\d+) kB", done.stdout)[1]) < 1_500_000, done
 
@@ -427,43 +432,43 @@ def test_the_limit_on_addresses_that_a_cluster_may_set_is_enough(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../v/v_train_000001.npy", "/v_train_000001.npy", "..\\v_train_000001.npy", "a.txt"]
 )
-def test_a_meta_json_that_names_files_elsewhere_is_refused(tmp_path, path, name):
+def test_a_meta_json_that_names_files_elsewhere_is_refused(path, name):
     """Someone else's led to shards of another folder, which were written over."""
-    folder = make_small(tmp_path, path)
+    folder = make_small(path)
     end = read_meta(folder)["ends"].popitem()[1]
     change_meta(folder, complete=False, shards={name: 5}, ends={name: end})
-    before = listing(tmp_path)
+    before = listing(".")
     with pytest.raises(UserError, match="meta.json is damaged: its shards cannot be"):
-        make_small(tmp_path, path)
-    assert listing(tmp_path) == before
+        make_small(path)
+    assert listing(".") == before
 
 
 @pytest.mark.parametrize("changes", [{"ends": {"x": [7, 3, 1]}}, {"made_from": {"sources": None}}])
-def test_a_meta_json_of_another_version_is_refused(tmp_path, path, changes):
-    change_meta(make_small(tmp_path, path), complete=False, **changes)
+def test_a_meta_json_of_another_version_is_refused(path, changes):
+    change_meta(make_small(path), complete=False, **changes)
     with pytest.raises(UserError, match="meta.json is damaged, or of another version"):
-        make_small(tmp_path, path)
+        make_small(path)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
-def test_columns_that_are_not_read_are_named_in_the_last_line(tmp_path, kind, capsys):
+def test_columns_that_are_not_read_are_named_in_the_last_line(kind, capsys):
     rows = [{"title": f"T{n}", "text": f"D{n}", "label": False, "none": None} for n in range(24)]
-    make(tmp_path, write_rows(tmp_path / f"a.{kind}", rows))
+    make_here(write_rows(f"a.{kind}", rows))
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == "not read: title (24 rows), label (24 rows)" + ", none (24 rows)" * (kind == "parquet")
 
 
-def test_an_object_with_the_text_is_read(tmp_path, capsys):
+def test_an_object_with_the_text_is_read(capsys):
     rows = [{"title": f"T{n}", "doc": {"text": f"D{n}"}} for n in range(24)]
-    folder = make(tmp_path, write_rows(tmp_path / "a.jsonl", rows), text_column="doc.text")
+    folder = make_here(write_rows("a.jsonl", rows), text_column="doc.text")
     assert holds(folder, [f"D{n}" for n in range(24)])
     assert capsys.readouterr().out.endswith("\nnot read: title (24 rows)\n")
 
 
-def test_a_disk_that_is_too_small_is_refused_before_the_download(tmp_path):
+def test_a_disk_that_is_too_small_is_refused_before_the_download():
     usage = types.SimpleNamespace(free=10**8)
     with patched(shutil, "disk_usage", lambda folder: usage):
-        line = refused(fineweb.main, "--pretokenized", 1, "--out-dir", tmp_path / "out")
+        line = refused(fineweb.main, "--pretokenized", 1, "--out-dir", "out")
     assert "need 0.4 GB" in line
     assert "has 0.1 GB free" in line
 

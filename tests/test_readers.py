@@ -22,7 +22,7 @@ from corpora import (
     as_bytes,
     documents,
     holds,
-    make,
+    make_here,
     random_texts,
     read,
     read_meta,
@@ -33,49 +33,54 @@ from corpora import (
 )
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("kind", "jsonl jsonl.gz json csv tsv.gz".split())
-def test_every_kind_of_rows_gives_the_tokens_of_a_plain_loop(tmp_path, kind, monkeypatch):
+def test_every_kind_of_rows_gives_the_tokens_of_a_plain_loop(kind, monkeypatch):
     monkeypatch.setattr(readers, "JSON_BLOCK", 100)
     texts = random_texts(40, longest=100)
     texts[7] = "long, " * 30_000  # Python's limit for a field of a CSV file is less
     plain, _, compression = kind.partition(".")
-    path = write_rows(tmp_path / f"data.{plain}", [{"n": [1, "]"], "text": text} for text in texts])
+    path = write_rows(f"data.{plain}", [{"n": [1, "]"], "text": text} for text in texts])
     data = b"\xef\xbb\xbf" + path.read_bytes()  # a byte order mark, which some Windows programs write
     if compression:  # in two members, as pigz and cat make them
         data = gzip.compress(data[:1000]) + gzip.compress(data[1000:])
-    path = tmp_path / f"data.{kind}"
+    path = Path(f"data.{kind}")
     path.write_bytes(data)
-    assert holds(make(tmp_path, path, shard_size=5000), texts)
+    assert holds(make_here(path, shard_size=5000), texts)
 
 
 @pytest.mark.parametrize("kind", "txt txt.zst md PY".split())
-def test_every_kind_of_text_is_one_document(tmp_path, kind):
+def test_every_kind_of_text_is_one_document(kind):
     text = "\n".join(random_texts(40))
     data = text.encode("utf-8-sig")
     if kind.endswith("zst"):
         data = pa.compress(data, codec="zstd", asbytes=True)
-    path = tmp_path / f"data.{kind}"
+    path = Path(f"data.{kind}")
     path.write_bytes(data)
-    assert sorted(read(make(tmp_path, path))) == sorted(as_bytes([text]))
+    assert sorted(read(make_here(path))) == sorted(as_bytes([text]))
 
 
-def test_a_column_of_a_table_may_have_a_dot_in_its_name(tmp_path):
+def test_a_column_of_a_table_may_have_a_dot_in_its_name():
     texts = random_texts(40)
-    path = write_parquet(tmp_path / "a.parquet", texts, column="a.b")
-    assert holds(make(tmp_path, path, text_column="a.b"), texts)
+    path = write_parquet("a.parquet", texts, column="a.b")
+    assert holds(make_here(path, text_column="a.b"), texts)
 
 
 # ----- Texts --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [3000, 100_000])
-def test_a_long_text_is_divided_between_the_splits(tmp_path, size, monkeypatch):
+def test_a_long_text_is_divided_between_the_splits(size, monkeypatch):
     """Each of its words is in one of them, in the order of the text."""
     monkeypatch.setattr(readers, "BLOCK_CHARS", 500)
     words = [f"word{number:04d}" for number in range(2000)]
-    path = tmp_path / "a.txt"
+    path = Path("a.txt")
     path.write_text(" ".join(words), encoding="utf-8")
-    folder = make(tmp_path, path, shard_size=size)
+    folder = make_here(path, shard_size=size)
     train = bytes(read(folder, "*_train_*")[1:].tolist()).decode().split()
     val = bytes(read(folder, "*_val_*").tolist()).decode().split()
     assert train == sorted(train)
@@ -85,31 +90,31 @@ def test_a_long_text_is_divided_between_the_splits(tmp_path, size, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [50, 400, 1000])
-def test_a_short_text_is_whole_in_one_split(tmp_path, length, monkeypatch):
+def test_a_short_text_is_whole_in_one_split(length, monkeypatch):
     """Each was cut before its last word, and its two parts could be in different splits."""
     monkeypatch.setattr(readers, "BLOCK_CHARS", 500)
     sentence = "The quick brown fox jumps over the lazy dog, "
     texts = [(f"{i:02d} " + sentence * 22)[:length] for i in range(31)]
     for text in texts:
-        (tmp_path / f"{text[:2]}.txt").write_text(text, encoding="utf-8")
-    folder = make(tmp_path, tmp_path / "*.txt")
+        Path(f"{text[:2]}.txt").write_text(text, encoding="utf-8")
+    folder = make_here("*.txt")
     assert holds(folder, texts)
     assert len(documents(folder, "val")) == 3
 
 
-def test_a_text_keeps_its_line_ends(tmp_path):
+def test_a_text_keeps_its_line_ends():
     texts = [f"One{n}\r\n\r\nTwo\rThree\n" for n in range(20)]
     for n, text in enumerate(texts):
-        (tmp_path / f"{n:02d}.txt").write_bytes(text.encode())
-    assert holds(make(tmp_path, tmp_path / "*.txt"), texts)
+        Path(f"{n:02d}.txt").write_bytes(text.encode())
+    assert holds(make_here("*.txt"), texts)
 
 
-def test_tokens_of_odd_texts_are_tiktokens_own(tmp_path):
+def test_tokens_of_odd_texts_are_tiktokens_own():
     enc = train_small("gpt2")
-    tokenizers.write_encoding(enc, tmp_path / "small.tiktoken")
+    tokenizers.write_encoding(enc, "small.tiktoken")
     texts = ["<|endoftext|>", "a\r\nb", " " * 3000 + "x", "half a pair \ud83d", "\x00\x1c\u3000 end"]
-    path = write_texts(tmp_path / "a.jsonl", texts)
-    folder = make(tmp_path, path, tokenizer=str(tmp_path / "small.tiktoken"), shard_size=100)
+    path = write_texts("a.jsonl", texts)
+    folder = make_here(path, tokenizer="small.tiktoken", shard_size=100)
     expected = []
     for text in texts:
         expected += [enc.eot_token, *enc.encode_ordinary(text)]
@@ -171,13 +176,13 @@ def test_a_long_text_is_not_held_in_memory(unit, separator, monkeypatch):
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "THE END OF IT"])  # the second may be cut after a word
 @pytest.mark.parametrize("block", [1, 5, 40, 100_000])
-def test_a_separator_ends_a_document(tmp_path, block, separator, monkeypatch):
+def test_a_separator_ends_a_document(block, separator, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_CHARS", block)
     texts = ["One day.\n\nThe end.", "Two.", "a long one " * 50 + "x", "four < five " + separator[:7]]
-    path = tmp_path / "a.txt"
+    path = Path("a.txt")
     lines = f"\n{separator}\r\n\n{separator}\n"
     path.write_bytes(f"{lines}{lines.join(texts)}{lines}".encode())
-    folder = make(tmp_path, path, separator=separator)
+    folder = make_here(path, separator=separator)
     assert sorted(read(folder)) == sorted(as_bytes(texts))
 
 
@@ -194,10 +199,10 @@ def test_a_document_that_ends_as_the_separator_begins_is_whole():
         ("<|endoftext|>", 1, ""),
     ],
 )
-def test_a_note_says_that_documents_are_not_separated(tmp_path, separator, count, note, capsys):
-    path = tmp_path / "TinyStories-valid.txt"
+def test_a_note_says_that_documents_are_not_separated(separator, count, note, capsys):
+    path = Path("TinyStories-valid.txt")
     path.write_text("Once upon a time\n<|endoftext|>\n" * count, encoding="utf-8")
-    make(tmp_path, path, separator=separator)
+    make_here(path, separator=separator)
     said = capsys.readouterr().out
     assert note in said
     assert bool(note) == ("note:" in said)
@@ -206,31 +211,30 @@ def test_a_note_says_that_documents_are_not_separated(tmp_path, separator, count
 # ----- Which files --------------------------------------------------------------------------------------
 
 
-def test_inputs_are_files_folders_and_globs_in_the_order_given(tmp_path):
+def test_inputs_are_files_folders_and_globs_in_the_order_given():
     texts = random_texts(12)
-    (tmp_path / "texts").mkdir()
+    Path("texts").mkdir()
     names = ["texts/b.json", "texts/a.jsonl", "2.jsonl", "1.jsonl"]  # .json is taken for JSON lines, as in C4
     for i, name in enumerate(names):
-        write_texts(tmp_path / name, texts[3 * i : 3 * i + 3])
-    folder = make(tmp_path, tmp_path / "texts", tmp_path / "[12].jsonl")
+        write_texts(name, texts[3 * i : 3 * i + 3])
+    folder = make_here("texts", "[12].jsonl")
     assert holds(folder, texts[3:6] + texts[:3] + texts[9:] + texts[6:9])
 
 
-def test_a_folder_with_shards_and_texts_has_only_its_texts_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_with_shards_and_texts_has_only_its_texts_read():
     texts = random_texts(12)
     Path("texts").mkdir()
     path = write_texts(Path("texts", "a.jsonl"), texts)
-    make(tmp_path, path, name="texts")
+    make_here(path, name="texts")
     folder = prepare(Options(input=("texts",), tokenizer="bytes"))
     assert folder == "texts_shards"
     assert holds(folder, texts)
 
 
-def test_python_docs_are_the_documentation_of_this_python(tmp_path, monkeypatch):
+def test_python_docs_are_the_documentation_of_this_python(monkeypatch):
     """Of its top folder here, as all of it takes seconds."""
     monkeypatch.setattr(os, "walk", lambda root, walk=os.walk: itertools.islice(walk(root), 1))
-    tokens = read(prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=str(tmp_path / "docs"))))
+    tokens = read(prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir="docs")))
     assert len(tokens) > 1e6
     assert np.count_nonzero(tokens == 256) > 200
     text = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
@@ -241,7 +245,7 @@ def test_python_docs_are_the_documentation_of_this_python(tmp_path, monkeypatch)
 
 def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
     """The order of the documents is that of a hash of their names, whatever the order in which a disk lists files."""
-    (tmp_path / "pack" / "tests").mkdir(parents=True)
+    Path("pack/tests").mkdir(parents=True)
     files = {
         "pack/__init__.py": '"A package."\nprint("never run")\nclass C:\n  "Its class."\n'
         '  def f(self, *, a=1):\n    "Does."\n',
@@ -256,7 +260,7 @@ def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
         files[f"{name}.py"] = f'"""Module {name}."""'
         texts[f"{name}.py"] = f"module {name}\n\nModule {name}."
     for name, content in files.items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
+        Path(name).write_text(content, encoding="utf-8")
     monkeypatch.setattr(python_docs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr("pydoc_data.topics.topics", {"if": "The if statement."})
     order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
@@ -264,9 +268,9 @@ def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def mixed_folder(tmp_path):
+def mixed_folder():
     """A folder with a README, a text, another text in a folder and a PDF."""
-    folder = tmp_path / "texts"
+    folder = Path("texts")
     (folder / "sub").mkdir(parents=True)
     for name in ("README.md", "b.md", "sub/c.rst", "d.pdf"):
         (folder / name).write_text(f"In {name}.", encoding="utf-8")
@@ -318,21 +322,21 @@ def test_an_input_without_a_file_to_read_is_refused(mixed_folder, pattern, words
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not an object with columns, but \\['a'\\]"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_reason(tmp_path, name, content, words, monkeypatch):
+def test_what_cannot_be_read_is_named_with_its_reason(name, content, words, monkeypatch):
     monkeypatch.setattr(readers, "JSON_BLOCK", 5)
-    (tmp_path / name).write_bytes(content)
+    Path(name).write_bytes(content)
     with pytest.raises(UserError, match=words):
-        make(tmp_path, str(tmp_path / name))
-    assert not (tmp_path / "out").exists()
+        make_here(name)
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("kind, place", [("parquet", "Row 3"), ("jsonl", "Line 3"), ("csv", "Line 4")])
-def test_rows_without_a_text_are_left_out(tmp_path, kind, place, capsys):
+def test_rows_without_a_text_are_left_out(kind, place, capsys):
     """They are counted, and the first three are named."""
     texts = [f"Text {n}." for n in range(30)]
     texts[2] = texts[11] = texts[12] = texts[20] = None
-    path = write_texts(tmp_path / f"a.{kind}", texts)
-    folder = make(tmp_path, path)
+    path = write_texts(f"a.{kind}", texts)
+    folder = make_here(path)
     assert holds(folder, list(filter(None, texts)))
     said = capsys.readouterr().out
     assert f"note: 4 rows left out. {place} of {path} has no text under 'text'." in said
@@ -354,20 +358,20 @@ def test_rows_without_a_text_are_left_out(tmp_path, kind, place, capsys):
         ("a.json", "[" + '{"text": "b"},' * 24, '"x"]', "Entry 25"),
     ],
 )
-def test_a_row_that_is_not_like_the_others_is_left_out(tmp_path, name, others, row, place, capsys):
+def test_a_row_that_is_not_like_the_others_is_left_out(name, others, row, place, capsys):
     """Fields in a CSV file that are more or fewer than in its header may be parts of a text."""
-    path = tmp_path / name
+    path = Path(name)
     path.write_text(others + row, encoding="utf-8")
-    make(tmp_path, path)
+    make_here(path)
     assert f"note: 1 row left out. {place} of {path} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize("columns", ["title,text", "title"])
-def test_a_column_may_be_null_throughout_a_file(tmp_path, kind, columns):
-    a = write_rows(tmp_path / f"a.{kind}", [{"title": None, "text": "a"}] * 30)
-    b = write_rows(tmp_path / f"b.{kind}", [{"title": "T", "text": "b"}] * 30)
-    folder = make(tmp_path, a, b, text_column=columns)
+def test_a_column_may_be_null_throughout_a_file(kind, columns):
+    a = write_rows(f"a.{kind}", [{"title": None, "text": "a"}] * 30)
+    b = write_rows(f"b.{kind}", [{"title": "T", "text": "b"}] * 30)
+    folder = make_here(a, b, text_column=columns)
     assert holds(folder, ["a"] * 30 + ["T\n\nb"] * 30 if "text" in columns else ["T"] * 30)
 
 
@@ -382,9 +386,9 @@ def test_a_column_may_be_null_throughout_a_file(tmp_path, kind, columns):
         ("a.jsonl", '\ufeff{"text": "a; b"}\n\ufeff{"text": "c, d"}\n'),  # of files that were joined
     ],
 )
-def test_other_delimiters_lines_and_marks(tmp_path, name, text):
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    rows = readers.read_rows(inputs.local_source(str(tmp_path / name)), ["text"])
+def test_other_delimiters_lines_and_marks(name, text):
+    Path(name).write_text(text, encoding="utf-8")
+    rows = readers.read_rows(inputs.local_source(name), ["text"])
     assert [readers.text_of(row.values, ["text"]) for row in rows] == ["a; b", "c, d"]
 
 
@@ -403,12 +407,12 @@ GERMAN = "Gr\u00f6\u00dfe, na\u00efve caf\u00e9. " * 400
     ],
     ids="Windows Latin-1 bad-byte UTF-16 no-mark gzip".split(),
 )
-def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(tmp_path, content, command, converted):
+def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(content, command, converted):
     """The one for Latin-1 spoiled quotes of Windows, and texts of UTF-8 with a bad byte throughout."""
-    path = tmp_path / "a.txt"
+    path = Path("a.txt")
     path.write_bytes(content)
     with pytest.raises(UserError, match=f" UTF-8.*: {command} FILE > NEW"):
-        make(tmp_path, str(path))
+        make_here(str(path))
     program, *args = command.split()
     if converted and shutil.which(program):
         # with -c, it says by its status that it left something out
@@ -418,14 +422,14 @@ def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(t
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
 @pytest.mark.parametrize("kind", ["Parquet", "picture"])
-def test_a_binary_file_is_not_taken_for_text_of_windows(tmp_path, name, kind):
+def test_a_binary_file_is_not_taken_for_text_of_windows(name, kind):
     """The command that converts Latin-1 would have made a text of it."""
     content = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x40\x9c"
     if kind == "Parquet":
-        content = write_texts(tmp_path / "a.parquet", random_texts(9)).read_bytes()
-    (tmp_path / name).write_bytes(content)
+        content = write_texts("a.parquet", random_texts(9)).read_bytes()
+    Path(name).write_bytes(content)
     with pytest.raises(UserError, match="is not text: it has a byte 0x.. .*, and NUL bytes") as caught:
-        make(tmp_path, tmp_path / name)
+        make_here(name)
     assert "WINDOWS" not in str(caught.value)
 
 
@@ -433,25 +437,25 @@ def test_a_binary_file_is_not_taken_for_text_of_windows(tmp_path, name, kind):
     "content, shown",
     [("# exported\nid,text\n1,a\n", r"\(# exported\)"), ("id|text\n1|a, b\n", r"\(id\|text\)")],
 )
-def test_the_header_is_shown_as_it_was_read(tmp_path, content, shown):
-    (tmp_path / "a.csv").write_text(content, encoding="utf-8")
+def test_the_header_is_shown_as_it_was_read(content, shown):
+    Path("a.csv").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=f"Line 2 of .* has 2 fields, but the header has 1 {shown}: a text with ','"):
-        make(tmp_path, tmp_path / "a.csv")
+        make_here("a.csv")
 
 
 @pytest.mark.skipif(not shutil.which("zstd"), reason="needs zstd")
-def test_a_zstd_file_with_a_long_window_is_answered_with_the_command_that_unpacks_it(tmp_path):
+def test_a_zstd_file_with_a_long_window_is_answered_with_the_command_that_unpacks_it():
     packed = subprocess.run(["zstd", "-q", "--long=31"], input=b"a text", capture_output=True).stdout
-    (tmp_path / "a.txt.zst").write_bytes(packed)
+    Path("a.txt.zst").write_bytes(packed)
     with pytest.raises(UserError, match="a.txt.zst was compressed with a long window. .*zstd -d --long=31"):
-        make(tmp_path, tmp_path / "a.txt.zst")
+        make_here("a.txt.zst")
 
 
 @pytest.mark.parametrize("start, between, end", [("[", " ,\n", "]"), ("", "\n", "\n")])
-def test_entries_longer_than_a_block_of_json_are_read(tmp_path, start, between, end, monkeypatch):
+def test_entries_longer_than_a_block_of_json_are_read(start, between, end, monkeypatch):
     monkeypatch.setattr(readers, "JSON_BLOCK", 100)
     entries = [{"n": [-1e5, None, "\u00e9\n"]}] * 300 + ["x" * 50_000, {}]
-    path = tmp_path / "a.json"
+    path = Path("a.json")
     path.write_text(start + between.join(map(json.dumps, entries)) + end, encoding="utf-8")
     places, found = zip(*readers.read_values(str(path), "a.json"))
     assert list(found) == entries

@@ -30,11 +30,16 @@ ENC = tokenizers.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = range(257, 261)
 
 
-def prepare_rows(tmp_path, rows, name="chats.jsonl", **changes):
-    """Make shards in `tmp_path`/out of a file with these rows. Returns the folder."""
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def prepare_rows(rows, name="chats.jsonl", **changes):
+    """Make shards of a file with these rows. Returns the folder."""
     settings = {
-        "input": (str(write_rows(tmp_path / name, rows)),),
-        "out_dir": str(tmp_path / "out"),
+        "input": (str(write_rows(Path(name), rows)),),
+        "out_dir": "out",
         "tokenizer": "bytes",
         "max_length": 64,
     }
@@ -141,24 +146,24 @@ def test_short_conversations_also_begin_blocks():
 
 @pytest.mark.parametrize("count", [2, 11, 300])
 @pytest.mark.parametrize("shard_size", [1000, 20_000_000])
-def test_every_conversation_is_whole_in_one_split(tmp_path, count, shard_size):
-    folder = prepare_rows(tmp_path, chats_of(count), shard_size=shard_size)
+def test_every_conversation_is_whole_in_one_split(count, shard_size):
+    folder = prepare_rows(chats_of(count), shard_size=shard_size)
     assert all_chats(folder) == texts_of(range(count))
     assert 1 <= len(read_chats(folder, "val")) <= max(1, count / 10)
     assert read_meta(folder)["documents"] == count
 
 
 @pytest.mark.parametrize("count", [2, 100])
-def test_the_answers_are_learned(tmp_path, count, capsys):
-    folder = prepare_rows(tmp_path, chats_of(count))
+def test_the_answers_are_learned(count, capsys):
+    folder = prepare_rows(chats_of(count))
     answers = [f"A{i}" for i in range(count)]
     assert learned_in(folder) == sorted(answers)
     num_targets = sum(len(answer) + 1 for answer in answers)
     assert f"{num_targets:,} tokens are targets" in capsys.readouterr().out
 
 
-def test_meta_json_describes_the_shards(tmp_path):
-    folder = prepare_rows(tmp_path, chats_of(100))
+def test_meta_json_describes_the_shards():
+    folder = prepare_rows(chats_of(100))
     meta = read_meta(folder)
     assert meta["tokenizer"] == tokenizers.folder_encoding(folder).name == "bytes+chat"
     assert meta["vocab_size"] == 261
@@ -229,17 +234,16 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
         mask.unlink()
     if gone == "*_val_*.mask":  # a meta.json made by hand need not mention masks
         change_meta(folder, masks=False)
-    line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "log"))
+    line = refused(train_gpt2.main, *tiny_flags(folder, "log"))
     assert ".mask is missing or damaged" in line
-    assert not (tmp_path / "log").exists()
+    assert not Path("log").exists()
 
 
 @pytest.mark.gpt2
-def test_the_command_that_is_printed_fine_tunes_the_model(tmp_path, capsys, data, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_that_is_printed_fine_tunes_the_model(capsys, data):
     assert status_of(train_gpt2.main, tiny_flags(data, "start")) == 0
     options = dict(out_dir="chats", tokenizer="", init_from="start", max_length=0)
-    meta = read_meta(prepare_rows(tmp_path, chats_of(100), **options))
+    meta = read_meta(prepare_rows(chats_of(100), **options))
     assert meta["tokenizer"] == "bytes+chat"
     assert meta["made_from"]["max_length"] == TINY["block_size"]
     words = printed_commands(capsys.readouterr().out)[-1]
@@ -267,19 +271,18 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize("row, reason", UNUSABLE)
-def test_a_row_that_is_no_conversation_is_left_out(tmp_path, row, reason, capsys):
-    folder = prepare_rows(tmp_path, [*chats_of(24), row])
+def test_a_row_that_is_no_conversation_is_left_out(row, reason, capsys):
+    folder = prepare_rows([*chats_of(24), row])
     assert read_meta(folder)["documents"] == 24
-    path = tmp_path / "chats.jsonl"
-    assert f"note: 1 row left out. Line 25 of {path} {reason}" in capsys.readouterr().out
+    assert f"note: 1 row left out. Line 25 of chats.jsonl {reason}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("row, reason", UNUSABLE)
-def test_a_file_without_a_conversation_is_refused(tmp_path, row, reason):
+def test_a_file_without_a_conversation_is_refused(row, reason):
     words = f"No row can be used. Line 1 of .* {re.escape(reason)}.*A row needs messages"
     with pytest.raises(UserError, match=words):
-        prepare_rows(tmp_path, [row])
-    assert not (tmp_path / "out").exists()
+        prepare_rows([row])
+    assert not Path("out").exists()
 
 
 UA = talk("U\n\nV", "A")
@@ -316,14 +319,14 @@ WITH_SYSTEM = [
 
 
 @pytest.mark.parametrize("row", WITHOUT_SYSTEM)
-def test_every_format_is_read(tmp_path, row):
-    folder = prepare_rows(tmp_path, [row, row])
+def test_every_format_is_read(row):
+    folder = prepare_rows([row, row])
     assert set(all_chats(folder)) == {as_text("U\n\nV", "A")}
 
 
 @pytest.mark.parametrize("row", WITH_SYSTEM)
-def test_every_format_with_a_system_message_is_read(tmp_path, row):
-    folder = prepare_rows(tmp_path, [row, row])
+def test_every_format_with_a_system_message_is_read(row):
+    folder = prepare_rows([row, row])
     assert set(all_chats(folder)) == {"<|system|>S<|end|>" + as_text("U\n\nV", "A")}
 
 
@@ -344,22 +347,22 @@ UNREAD = [
 
 
 @pytest.mark.parametrize("in_row, in_answer, names", UNREAD)
-def test_what_is_not_read_of_a_conversation_is_counted(tmp_path, in_row, in_answer, names, capsys):
+def test_what_is_not_read_of_a_conversation_is_counted(in_row, in_answer, names, capsys):
     rows = chats_of(24)
     for row in rows:
         row.update(in_row)
         row["messages"][1].update(in_answer)
-    prepare_rows(tmp_path, rows)
+    prepare_rows(rows)
     said = capsys.readouterr().out
     assert f"\nnot read: {names}\n" in said
     assert "note:" not in said
 
 
-def test_of_very_many_keys_the_first_are_named(tmp_path, capsys):
+def test_of_very_many_keys_the_first_are_named(capsys):
     rows = chats_of(100)
     for number, row in enumerate(rows):
         row[f"key {number}"] = 1
-    prepare_rows(tmp_path, rows)
+    prepare_rows(rows)
     assert "key 29 (1 row), other keys (70 rows)\n" in capsys.readouterr().out
 
 
@@ -375,15 +378,13 @@ MARKS = [
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
 @pytest.mark.parametrize("place, mark, bad, good", MARKS)
-def test_rows_whose_answers_are_marked_as_bad_are_left_out(
-    tmp_path, name, place, mark, bad, good, capsys
-):  # fmt: skip
+def test_rows_whose_answers_are_marked_as_bad_are_left_out(name, place, mark, bad, good, capsys):  # fmt: skip
     """They were learned without a word."""
     rows = chats_of(24)
     for number, row in enumerate(rows):
         marked = row if place == "row" else row["messages"][1]
         marked[mark] = good if number % 2 else bad
-    folder = prepare_rows(tmp_path, rows, name)
+    folder = prepare_rows(rows, name)
     assert all_chats(folder) == texts_of(range(1, 24, 2))
     said = capsys.readouterr().out
     assert "note: 12 rows left out." in said
@@ -391,9 +392,9 @@ def test_rows_whose_answers_are_marked_as_bad_are_left_out(
     assert f"\nnot read: {mark} (" in said
 
 
-def test_a_question_behind_the_last_answer_is_left_out(tmp_path, capsys):
+def test_a_question_behind_the_last_answer_is_left_out(capsys):
     rows = [{"messages": talk("a", "b", "c")}] * 24
-    folder = prepare_rows(tmp_path, rows)
+    folder = prepare_rows(rows)
     assert all_chats(folder) == [as_text("a", "b")] * 24
     said = capsys.readouterr().out
     assert "note: 24 messages after the last answer left out.\n" in said
@@ -408,11 +409,11 @@ def test_a_question_behind_the_last_answer_is_left_out(tmp_path, capsys):
         ({"function_call": {"name": "f"}}, "function"),
     ],
 )
-def test_messages_to_and_from_tools_are_left_out(tmp_path, name, calls, role, capsys):
+def test_messages_to_and_from_tools_are_left_out(name, calls, role, capsys):
     rows = chats_of(24)
     call = message("assistant", None, **calls)
     rows[5]["messages"][1:1] = [call, message(role, "21 degrees")]
-    folder = prepare_rows(tmp_path, rows, name)
+    folder = prepare_rows(rows, name)
     assert all_chats(folder) == texts_of(range(24))
     assert "note: 2 messages to and from tools left out.\n" in capsys.readouterr().out
 
@@ -420,39 +421,39 @@ def test_messages_to_and_from_tools_are_left_out(tmp_path, name, calls, role, ca
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("flag", ["weight", "train", "training", "loss"])
 @pytest.mark.parametrize("no", [0, False])
-def test_an_answer_that_is_not_to_be_learned_is_no_target(tmp_path, name, flag, no, capsys):
+def test_an_answer_that_is_not_to_be_learned_is_no_target(name, flag, no, capsys):
     chat = talk("Q", "wrong", "Q", "right")
     chat[1][flag] = no
     chat[2][flag] = no  # a question is never learned
     chat[3][flag] = type(no)(1)
-    folder = prepare_rows(tmp_path, [{"messages": chat}] * 24, name)
+    folder = prepare_rows([{"messages": chat}] * 24, name)
     assert all_chats(folder) == [as_text("Q", "wrong", "Q", "right")] * 24
     assert learned_in(folder) == ["right"] * 24
     assert "note: 24 answers not learned, as weight or train says." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["weight", "train", "loss"])
-def test_a_row_with_an_answer_that_is_to_be_learned_in_part_is_left_out(tmp_path, flag, capsys):
+def test_a_row_with_an_answer_that_is_to_be_learned_in_part_is_left_out(flag, capsys):
     parts = [
         {"type": "text", "text": "right"},
         {"type": "text", "text": "wrong", flag: 0},
     ]
     chat = talk("Q", parts)
-    folder = prepare_rows(tmp_path, [*chats_of(24), chat])
+    folder = prepare_rows([*chats_of(24), chat])
     assert all_chats(folder) == texts_of(range(24))
     assert "has a message with a part that is not to be learned." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])  # lists, or texts in JSON
-def test_a_column_of_a_table_may_hold_conversations(tmp_path, name):
+def test_a_column_of_a_table_may_hold_conversations(name):
     rows = [{"id": 0, "conversations": talk(f"Q{i}", f"A{i}")} for i in range(24)]
-    folder = prepare_rows(tmp_path, rows, name)
+    folder = prepare_rows(rows, name)
     assert all_chats(folder) == texts_of(range(24))
 
 
-def test_a_table_without_conversations_is_refused(tmp_path):
+def test_a_table_without_conversations_is_refused():
     with pytest.raises(UserError, match="a.parquet has no column called 'messages', but id"):
-        prepare_rows(tmp_path, [{"id": 0}], "a.parquet")
+        prepare_rows([{"id": 0}], "a.parquet")
 
 
 @pytest.mark.parametrize(
@@ -464,8 +465,7 @@ def test_a_table_without_conversations_is_refused(tmp_path):
         (["one.jsonl", "--out-dir", ""], "--out-dir: its value is empty"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(tmp_path, words, reason, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_refused_in_one_line(words, reason):
     Path("a.txt").write_text("x", encoding="utf-8")
     write_rows(Path("one.jsonl"), chats_of(1))
     assert reason in refused(smoltalk.main, "--tokenizer", "bytes", "--input", *words)
