@@ -55,7 +55,8 @@ def validated(request, out, tmp_path):
     options = dict(max_steps=1, max_lr=100.0, shuffle=False)
     options |= dict(val_tokens=37 * 16, val_every=1, keep_best=True)
     batch_size = 5 if masks else 64  # neither divides 37
-    options |= dict(batch_size=batch_size, total_batch_size=16 * batch_size)
+    options["batch_size"] = batch_size
+    options["total_batch_size"] = 16 * batch_size
     train(folder, out, init_from=tmp_path / "start", **options)
     x, y = windows(folder, "val", 16, masks)
     return out, x[:37], y[:37]
@@ -208,18 +209,27 @@ def test_an_evaluation_is_no_branch(evaluate, folder):
     refused_run(changes, "use --init-from instead of --branch-from")
 
 
-def test_a_run_ends_though_a_mask_leaves_out_all_validation_targets(data, out, tmp_path):
-    masked = make_shards(tmp_path / "masked", masks=True)
+@pytest.fixture
+def masked(tmp_path):
+    """Shards whose mask leaves out all targets of validation."""
+    folder = make_shards(tmp_path / "masked", masks=True)
     mask = np.zeros(2000, np.uint8)
     mask[1999] = 1  # a target that no window has, as it ends before
-    with open(masked / "tiny_val_000000.mask", "wb") as file:
+    with open(folder / "tiny_val_000000.mask", "wb") as file:
         np.save(file, mask)
+    return folder
+
+
+def test_a_run_ends_though_a_mask_leaves_out_all_validation_targets(data, masked, out):
     train((data, masked), out)
-    streams = {}
-    for name in ("val/masked", "val", "val/data"):
-        streams[name] = list(read_log(out, name).values())
-    assert streams["val/masked"] == streams["val"] == ["nan"] * 4
-    assert "nan" not in streams["val/data"]
+    assert set(read_log(out, "val/masked").values()) == {"nan"}
+    assert set(read_log(out, "val").values()) == {"nan"}
+    assert "nan" not in read_log(out, "val/data").values()
+
+
+def test_a_folder_without_a_share_and_without_targets_leaves_the_mean_alone(data, masked, out):
+    train((data, masked), out, data_weights=(1, 0))
+    assert read_log(out, "val") == read_log(out, "val/data")
 
 
 def test_a_dry_run_writes_nothing(data, out):
