@@ -259,6 +259,8 @@ NOTES = {  # {name: (the edit, a note before the first step)}
     ),
     "no causality": ({"is_causal=T == S": "is_causal=False"}, "A token's logits depend on later tokens"),
     "positions from the end": ({POSITIONS: f"{POSITIONS}.flip(0).cumsum(0)"}, NO_CACHE),
+    "one token behind a long text": ({POSITIONS: f"{POSITIONS} * (1 + (T == 1 and start > 3))"}, NO_CACHE),
+    "a long text behind one token": ({POSITIONS: f"{POSITIONS} * (1 + (T > 4 and start > 0))"}, NO_CACHE),
     # a cache that is wrong for a few ids only, which the validation text need not have
     "places of digits": (PLACES, NO_CACHE),
     "documents": (DOCUMENTS, NO_CACHE),

@@ -216,7 +216,12 @@ def test_a_change_of_any_byte_of_the_code_is_noticed(names, with_modules, out, t
 
 
 @pytest.mark.parametrize(
-    "name, reason", [("it.pyc", "is not a P"), ("leaves.py", "ends the program"), ("no.py", "is not a P")]
+    "name, reason",
+    [
+        ("it.pyc", "does not name a Python file"),
+        ("leaves.py", "ends the program"),
+        ("no.py", "does not name a Python file"),
+    ],
 )
 def test_a_line_says_why_a_file_is_no_code_of_a_model(name, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.run.checkpoint import load_checkpoint
+from plumbing.run.logs import read_starts
 from plumbing.system import devices, limits
 from plumbing.system.float8 import Float8Linear
 from torch.nn import functional as F
@@ -167,6 +168,16 @@ def test_what_one_rank_cannot_do_all_give_up(data, out):
     said, _ = run(train_on_a_machine_that_can_do_less_on_rank_1, args, ranks=2)
     assert "B 2 * T 16 * ranks 2" in said
     assert said.count("warning: A training step failed with fused attention (on another rank)") == 1
+
+
+@pytest.mark.gpt2
+def test_recomputing_keeps_less_than_a_third(data, tmp_path):
+    kept = []
+    for recomputes in (False, True):
+        out = tmp_path / f"{recomputes}"
+        train(data, out, n_layer=6, n_embd=48, activation_checkpointing=recomputes, max_steps=1)
+        kept.append(read_starts(out / "run.txt")[0]["ran"]["kept_bytes"])
+    assert 0 < kept[1] < kept[0] / 3
 
 
 @pytest.fixture

@@ -617,6 +617,19 @@ def test_a_download_that_the_disk_refuses_is_not_tried_again(download, hub):
     assert len(hub.asked) == 1
 
 
+def test_a_file_of_the_hub_that_the_disk_refuses_is_not_fetched_again(hub):
+    tries = []
+
+    def refuse(**options):
+        tries.append(options)
+        full_disk()
+
+    hub.add("OWNER/plain", {"data/train.parquet": parquet(text=["a"])})
+    with patched(huggingface_hub, "hf_hub_download", refuse), pytest.raises(OSError, match="No space left"):
+        prepare("OWNER/plain")
+    assert len(tries) == 1
+
+
 @pytest.mark.parametrize("words", ["--pretokenized 1", "--tokenizer bytes", "--tokenizer bytes --max-length 64"])
 def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, words, monkeypatch):
     def refuse(*args, **options):

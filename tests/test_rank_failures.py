@@ -46,6 +46,10 @@ def refusal_of_two(folder, out):
     return refuse
 
 
+def test_a_flag_that_rank_0_does_not_have_is_refused(refusal_of_two):
+    assert "Rank 1 does not agree with rank 0: --weight-decay is 0.5 instead of" in refusal_of_two(weight_decay=0.5)
+
+
 @pytest.mark.parametrize("name, kind", [("train_000001", "training"), ("val_000000", "validation")])
 def test_ranks_with_different_data_are_refused(name, kind, refusal_of_two, folder, tmp_path):
     mixed = shutil.copytree(folder, tmp_path / "mixed")
