@@ -143,20 +143,27 @@ def test_one_document_in_eleven_is_for_validation():
     assert np.histogram(numbers, 10, (0, 660))[0].min() >= 4
 
 
-def test_the_size_of_a_shard_does_not_change_the_splits():
-    path = write_texts("a.jsonl", [f"Document {n}" for n in range(660)])
-    one = make_here(path, name="one")
-    many = make_here(path, name="many", shard_size=3000)
-    assert len(list(one.glob("*.npy"))) < len(list(many.glob("*.npy")))
-    assert documents(one, "val") == documents(many, "val")
+def test_neither_lengths_nor_the_size_of_a_shard_change_the_splits():
+    texts = [f"Document {n}" for n in range(660)]
+    numbers = numbers_for_validation(make_here(write_texts("a.jsonl", texts), name="short"))
+    for number in numbers:
+        texts[number] = "long " * 140 + texts[number]
+    folder = make_here(write_texts("a.jsonl", texts), name="long", shard_size=6000)
+    assert len(list(folder.glob("*_val_*"))) > 3
+    assert numbers_for_validation(folder) == numbers
 
 
-@pytest.mark.parametrize("options", [{"shard_size": 30}, {"shard_size": 300, "max_tokens": 3000}])
-def test_of_a_large_text_fewer_documents_are_for_validation(options):
-    texts = random_texts(400, longest=3)
-    folder = make_here(write_texts("a.jsonl", texts), **options)
-    val = len(read(folder, "*_val_*"))
-    assert 0 < val < 0.2 * len(read(folder))
+def test_of_a_large_text_fewer_documents_are_for_validation():
+    path = write_texts("a.jsonl", random_texts(400, longest=3))
+    assert 0 < len(documents(make_here(path, shard_size=30), "val")) < 8
+
+
+def test_a_text_is_as_large_as_max_tokens():
+    path = write_texts("a.jsonl", random_texts(400, longest=3))
+    folder = make_here(path, shard_size=300, max_tokens=3000)
+    val = len(documents(folder, "val"))
+    train = len(documents(folder, "train"))
+    assert val / (val + train) == pytest.approx(1 / 11, rel=0.2)
 
 
 def test_of_a_folder_of_files_those_for_validation_are_from_all_of_it():
