@@ -79,7 +79,7 @@ def byte_shards(tmp_path):
     """A folder with three shards of bytes."""
     texts = {
         "val_000000": b"It is the same fou",
-        "train_000001": b"rteen letters",
+        "train_000001": b"rteen letters, rteen letters",
         "train_000002": b"the same four, the same fourteen",
     }
     for name, text in texts.items():
@@ -101,6 +101,7 @@ def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards,
     said = capsys.readouterr().out
     assert "\n3 of 4 examples (75.00%) share 13 or more" in said
     assert re.findall(r"line (\d): (\d+) tokens", said) == [("3", "31"), ("1", "18"), ("2", "13")]
+    assert "13 tokens, the first 13 of them in x_train_000001.npy at 0: 'rteen letters'" in said
     assert "18 tokens, the first 13 of them in x_val_000000.npy at 6: 'the same fourteen '" in said
 
 

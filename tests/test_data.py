@@ -14,7 +14,7 @@ from plumbing.cli.console import UserError
 from plumbing.data.windows import permute
 from train_gpt2 import DataLoaderLite
 
-from harness import make_shards
+from harness import make_shards, windows
 
 
 def counting_shards(folder, lengths):
@@ -139,6 +139,14 @@ def test_permute_needs_no_memory_for_the_1_3_billion_windows_of_a_large_corpus()
     assert 0 <= places.min()
     assert places.max() < n
     assert peak < 100_000
+
+
+def test_targets_that_the_mask_leaves_out_are_ignored(tmp_path):
+    folder = make_shards(tmp_path, masks=True)
+    x, y = DataLoaderLite(folder, "train", B=50, T=16).next_batch()
+    all_x, all_y = windows(folder, "train", 16, masks=True)
+    assert torch.equal(x, all_x[:50])
+    assert torch.equal(y, all_y[:50])
 
 
 def test_a_mask_that_is_missing_is_refused(tmp_path):

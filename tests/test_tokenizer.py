@@ -11,7 +11,7 @@ from plumbing.data import tokenizers
 from plumbing.run.huggingface import tokenizer_files
 from tiktoken.load import load_tiktoken_bpe
 
-from corpora import corpus, odd_texts, train_small, write_rows
+from corpora import corpus, odd_texts, renamed_by, train_small, write_rows
 from harness import listing, printed_commands, refused
 
 
@@ -176,6 +176,7 @@ def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     [
         ("IQ== 33\n", "I 33\n"),  # no base64
         ("IQ== 33\n", "Ig== 33\n"),  # a byte twice, and another one missing
+        ("IQ== 33\n", "IWE= 33\n"),  # a byte is missing
         ("IQ== 33\n", ""),
         ("eg== 122\n", "eg== 123\n"),  # an id twice
     ],
@@ -233,7 +234,7 @@ def test_the_command_trains_a_tokenizer(text_here, capsys):
 
 
 def test_after_a_kill_between_its_two_files_the_same_command_ends_with_the_same_bytes(text_here):
-    tokenizer.main(TRAIN)
+    assert renamed_by(tokenizer.main, TRAIN)[-1] == "x.tiktoken"
     before = listing(".")
     Path("x.tiktoken").unlink()
     tokenizer.main(TRAIN)
