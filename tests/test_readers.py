@@ -456,8 +456,9 @@ def test_a_zstd_file_with_a_long_window_is_answered_with_the_command_that_unpack
 
 @pytest.mark.parametrize("start, between, end", [("[", " ,\n", "]"), ("", "\n", "\n")])
 def test_entries_longer_than_a_block_of_json_are_read(start, between, end, monkeypatch):
-    monkeypatch.setattr(readers, "JSON_BLOCK", 100)
-    entries = [{"n": [-1e5, None, "\u00e9\n"]}] * 300 + ["x" * 50_000, {}]
+    """Parsed again with each block, the longest one would take many minutes."""
+    monkeypatch.setattr(readers, "JSON_BLOCK", 10)
+    entries = [{"n": [-1e5, None, "\u00e9\n"]}] * 300 + ["x" * 5_000_000, {}]
     path = Path("a.json")
     path.write_text(start + between.join(map(json.dumps, entries)) + end, encoding="utf-8")
     places, found = zip(*readers.read_values(str(path), "a.json"))
