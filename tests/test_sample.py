@@ -67,6 +67,21 @@ def test_greedy_with_the_cache_is_greedy_without_it_also_beyond_the_block(model,
         assert prompt + row == greedy_without_cache(model, prompt, 60)
 
 
+class Turning(train_gpt2.GPT):
+    """A model that computes something else of the same text in parts."""
+
+    def hidden_states(self, idx, cache=None):
+        return super().hidden_states(idx, cache) * (-1) ** idx.size(1)
+
+
+def test_a_model_that_no_cache_suits_is_sampled_without_one(model):
+    turning = Turning(model.config).eval()
+    turning.load_state_dict(model.state_dict())
+    turning.has_cache = False
+    row = [ids.item() for ids in turning.generate(torch.tensor([PROMPT]), 20, 257, temperature=0)]
+    assert PROMPT + row == greedy_without_cache(turning, PROMPT, 20)
+
+
 @pytest.fixture
 def padded():
     """A model whose padding of the vocabulary has by far the largest logits, for whatever hidden state."""
@@ -246,9 +261,9 @@ def test_a_last_message_that_does_not_fit_is_not_cut():
 def chat(tmp_path, monkeypatch, capsys):
     """A function that returns what sample.py --chat prints for these lines."""
 
-    def talk_to(model, lines, enc=CHAT):
+    def talk_to(model, lines, enc=CHAT, words=("--max-new-tokens", "5")):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        words = ["--chat", "--temperature", "0", "--max-new-tokens", "5", "--device", "cpu"]
+        words = ["--chat", "--temperature", "0", "--device", "cpu", *words]
         assert status_of(sample.main, [*words, "-m", save(tmp_path / "model", model, enc)]) == 0
         return capsys.readouterr()
 
@@ -258,6 +273,13 @@ def chat(tmp_path, monkeypatch, capsys):
 @pytest.mark.gpt2
 def test_chat_answers_each_line_until_quit(chat):
     assert chat(parrot_model(block_size=32), "hi\n\nyou?\n/quit\nnever\n").out == "ok\nok\n"
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("words", [["hi"], ["hi", "--max-new-tokens", "5"]])
+def test_chat_answers_its_prompt_first(words, chat):
+    """Also where an answer may be longer than the block, as by default: half of it is for the answer then."""
+    assert chat(parrot_model(block_size=32), "you?\n", words=words).out == "ok\nok\n"
 
 
 @pytest.mark.gpt2
