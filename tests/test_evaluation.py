@@ -19,9 +19,11 @@ from transformers import GPT2LMHeadModel
 from harness import (
     TINY,
     at_steps,
+    change_checkpoint,
     change_meta,
     examples_file,
     flags,
+    four_rows,
     listing,
     losses,
     make_shards,
@@ -342,6 +344,22 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks(scores, folder, out):
     run(train_gpt2.main, tiny_flags(folder, out, **options), ranks=2)
     for each in (folder.parent / "one", out):
         assert float(read_log(each, "hella")[6]) == pytest.approx(acc_norm)
+
+
+def test_the_padding_of_the_vocabulary_has_no_part_in_hellaswags_score(data, out, tmp_path):
+    """Of a run's model whose 63 ids of padding have by far the largest logits."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.transformer.wte.weight[257:] *= 30
+    train(data, tmp_path / "run", max_steps=1)
+    weights = model.state_dict()
+    change_checkpoint(tmp_path / "run" / "model_00001.pt", lambda content: content.update(model=weights))
+    file = examples_file(tmp_path, ["ab " * n for n in range(1, 7)], [2, 1, 0, 2, 1, 0])
+    train(data, out, init_from=tmp_path / "run", max_steps=0, hellaswag_every=1, hellaswag_data=file)
+    examples = hellaswag.load_examples(file, tokenizers.get_encoding("bytes"))
+    means = four_rows(model, examples) / [len(ending) for ending in examples[0].endings]
+    right = means.argmax(1) == [2, 1, 0, 2, 1, 0]
+    assert float(read_log(out, "hella")[0]) == pytest.approx(right.mean())
 
 
 def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out, tmp_path):

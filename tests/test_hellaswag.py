@@ -80,6 +80,10 @@ WINNERS = {
 }
 
 
+def test_a_rank_without_an_example_counts_none():
+    assert evaluate(Planted(), [], ENC.n_vocab) == Counts(n=0, acc=0, acc_norm=0, acc_char=0)
+
+
 @pytest.mark.parametrize("padding", [0.0, 100.0])
 def test_winners_computed_by_hand_whatever_the_logits_of_the_vocabularys_padding(padding):
     """Sum: "b", 10 bits. Mean over tokens: E_ACUTE * 4, 17/9. Mean over characters: "aaab", 13/4."""
@@ -188,6 +192,12 @@ def test_text_of_the_harness(fields, expected):
     context, endings = harness_text(example)
     assert context == expected
     assert endings[0] == " Leap. High."
+
+
+def test_the_harness_divides_by_the_characters_of_the_cleaned_ending():
+    example = EXAMPLES[2] | {"endings": ["[substeps] Leap.  High.", "a", "bb", "ccc"]}
+    total, _, by_characters = score(Planted(), [render_example(example, ENC, harness=True)], ENC.n_vocab)
+    assert (total / by_characters)[0] == pytest.approx([len(" Leap. High."), 1, 2, 3])
 
 
 def test_the_blank_that_a_removed_mark_leaves_belongs_to_the_endings_as_in_the_harness():
