@@ -94,6 +94,16 @@ def test_shuffled_steps_hold_the_same_windows_for_every_layout(tmp_path, seed):
         assert read_steps(folder, layout, 9, **sizes, shuffle=True) == one, layout
 
 
+def test_batches_of_any_size_continue_where_the_last_one_ended(tmp_path):
+    """As in a batch ramp."""
+    loader = DataLoaderLite(counting_shards(tmp_path, [91]), "train", 4, 3)
+    seen = []
+    for B in (4, 2, 5):
+        x, _ = loader.next_batch(B)
+        seen += x[:, 0].tolist()
+    assert seen == list(range(0, 33, 3))
+
+
 def read_epochs(folder, **options):
     """The windows' numbers in three epochs of shards with 60 windows."""
     seen = np.array(read_steps(folder, (4, 1), 45, T=3, S=4, shuffle=True, **options))

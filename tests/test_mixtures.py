@@ -111,6 +111,15 @@ def test_a_folder_whose_share_is_0_is_not_read(folders):
     assert set(found) <= {*rows_in(folders[1]), *rows_in(folders[2])}
 
 
+def test_folders_of_one_size_are_read_in_different_orders(tmp_path):
+    """As two languages of one text may be."""
+    folders = [make_shards(tmp_path / name, (2000, 1000)) for name in ("en", "de")]
+    rows = rows_read(DataLoaderLite(folders, "train", 2, 16, weights=(1, 1), seed=5, shuffle=True), 62)
+    first, second = rows[0::2], rows[1::2]
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
 def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(folders):
     loader = DataLoaderLite(folders, "train", 1, 16, seed=5, shuffle=True)
     everything = sum(map(rows_in, folders), [])
@@ -177,6 +186,12 @@ def test_the_loss_of_folders_without_shares_is_the_mean_by_their_training_window
     """Of 187 + 106, 56 and 24 windows."""
     train(folders, tmp_path, val_every=1, max_steps=1)
     assert_is_mean(tmp_path, "val", (293, 56, 24))
+
+
+def test_the_console_shows_the_loss_of_each_folder(folders, tmp_path):
+    said = train(folders, tmp_path, val_every=1, max_steps=1)
+    shown = [f"{name} {losses(tmp_path, f'val/{name}')[1]:.4f}" for name in ("docs", "chats", "code")]
+    assert f"step     1 | val loss {losses(tmp_path, 'val')[1]:.4f} | {', '.join(shown)}\n" in said
 
 
 def test_the_loss_of_folders_in_an_evaluation_is_the_mean_by_their_validation_windows(folders, whole, tmp_path):
