@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
+from math import gamma
 
+import numpy as np
 import pytest
 import train_gpt2
 from plumbing.run import compare, logs
@@ -84,6 +87,15 @@ def test_the_interval_is_students_of_the_differences_between_equal_seeds(sleep, 
     first, second = sleep
     verdict = printed(*sleep)[-1]
     assert verdict.replace(first, "A").replace(second, "B") == said.replace("b-*", "B")
+
+
+@pytest.mark.parametrize("n, quantile", [*enumerate(compare.T_975, start=1)])
+def test_the_quantiles_are_those_of_students_distribution(n, quantile):
+    """Its density is integrated from 0: 0.475 lie between that and the 0.975 quantile."""
+    t = np.linspace(0, quantile, 10_001)
+    density = (1 + t**2 / n) ** (-(n + 1) / 2)
+    density *= gamma((n + 1) / 2) / gamma(n / 2) / math.sqrt(math.pi * n)
+    assert np.trapezoid(density, t) == pytest.approx(0.475, abs=3e-4)
 
 
 def test_a_group_that_ends_lower_is_better(sleep, printed):

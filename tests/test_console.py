@@ -56,6 +56,22 @@ def test_the_time_left_is_by_the_average_since_the_first_step(data, out, monkeyp
         assert int(left[str(step)]) == pytest.approx(sum(seconds[step + 1 :]), abs=4)
 
 
+def test_the_time_left_is_by_the_steps_since_the_last_start(data, out, tmp_path, monkeypatch):
+    """Each of which takes a second. A branch starts at step 12, as a run does that is continued there."""
+    now = 0.0
+
+    def take_a_second(step, parts):
+        nonlocal now
+        now += 1
+
+    train(data, out)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with at_steps(take_a_second):
+        said = train(data, tmp_path / "longer", branch_from=out, max_steps=24, val_every=0)
+    left = re.findall(r"(?m)^step +(\d+) .* 0:(\d\d) left$", said)
+    assert [int(step) + int(seconds) for step, seconds in left] == [23] * 12
+
+
 STEP = train_gpt2.Step(
     loss=10.98123,
     norm=12.3456,

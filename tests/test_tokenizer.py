@@ -233,6 +233,14 @@ def test_the_command_trains_a_tokenizer(text_here, capsys):
     assert words[2:] == ["--input", "./-a.txt", "--tokenizer", "x.tiktoken"]
 
 
+def test_the_command_says_how_many_ids_there_are_where_the_text_has_too_few_pairs(tmp_path, monkeypatch, capsys):
+    """256 bytes, one pair and <|endoftext|>."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("ab", encoding="utf-8")
+    tokenizer.main(["--input", "a.txt", "--out", "x.tiktoken", "--vocab-size", "500"])
+    assert ", 258 ids\n" in capsys.readouterr().out
+
+
 def test_after_a_kill_between_its_two_files_the_same_command_ends_with_the_same_bytes(text_here):
     assert renamed_by(tokenizer.main, TRAIN)[-1] == "x.tiktoken"
     before = listing(".")
