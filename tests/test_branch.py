@@ -476,6 +476,11 @@ def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, 
     assert steps_of(out) == kept
 
 
+def test_a_run_without_validation_leaves_no_more_checkpoints_than_it_keeps(folder, out):
+    train(folder, out, val_every=0, checkpoint_every=4, keep_checkpoints=1)
+    assert steps_of(out) == [12]
+
+
 def test_a_branch_has_its_own_milestones(parent, folder, out):
     """The parent's checkpoint of step 12 was temporary there."""
     changes = dict(max_steps=14, milestone_every=12, keep_checkpoints=1)
@@ -525,6 +530,12 @@ def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
     args = tiny_flags("data", "out", branch_from="parent", max_steps=2)
     run(train_on_node, tmp_path, args, ranks=2)
     assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 2
+
+
+def test_a_branch_of_an_earlier_checkpoint_begins_at_the_rate_of_that_step(parent, folder, out):
+    """Which is no jump, although the parent ended at a tenth of it."""
+    said = train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS)
+    assert "note: The learning rate" not in said
 
 
 @pytest.mark.parametrize(
