@@ -526,6 +526,16 @@ def test_a_data_set_that_is_larger_than_the_disk_is_refused(hub):
     assert not fetched(hub)
 
 
+def test_a_few_tokens_of_a_data_set_that_is_larger_than_the_disk_are_made(hub):
+    """On a disk with room for four of its 30 files."""
+    content = parquet(text=random_texts(10))
+    hub.add("OWNER/large", {f"data/train-{i:02d}.parquet": content for i in range(30)})
+    usage = types.SimpleNamespace(free=4 * len(content))
+    with patched(preparation.shutil, "disk_usage", lambda folder: usage):
+        prepare("OWNER/large", max_tokens=100)
+    assert read_meta("out")["complete"]
+
+
 def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
     """As build-nanogpt has it; each holds whole documents."""
     texts = random_texts(60)

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import smoltalk
+import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.data import preparation, tokenizers
 from plumbing.data.tokenizers import render_conversation
+from plumbing.run import models
 from smoltalk import Options, pack, prepare
 
 from corpora import kill_again_and_again, read, read_meta, write_rows
@@ -252,6 +254,17 @@ def test_the_command_that_is_printed_fine_tunes_the_model(capsys, data):
     two_steps = ["--max-steps", "2", "--warmup-steps", "0"]
     assert status_of(train_gpt2.main, words[2:] + two_steps) == 0
     assert Path("log/chats/hf").exists()
+
+
+@pytest.mark.parametrize("parameters, preset", [(124_439_808, "chat"), (10_000_000, "quickstart")])
+def test_the_preset_that_is_printed_suits_the_models_size(parameters, preset, capsys, monkeypatch):
+    """GPT-2 is fine-tuned at chat's rate."""
+    weights = {"w": torch.zeros(1).expand(parameters)}
+    model = models.SavedModel({"block_size": 64}, weights, lambda: ENC)
+    monkeypatch.setattr(models, "load_saved_model", lambda source: model)
+    prepare_rows(chats_of(20), tokenizer="", init_from="model")
+    words = printed_commands(capsys.readouterr().out)[-1]
+    assert words[2:4] == ["--preset", preset]
 
 
 # ----- What is read of a row ----------------------------------------------------------------------------

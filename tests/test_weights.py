@@ -83,6 +83,16 @@ def test_transformers_computes_what_the_last_checkpoint_does(scripted):
 
 
 @pytest.mark.gpt2
+def test_transformers_trains_the_model_without_dropout_as_the_run_did(scripted):
+    from transformers import GPT2LMHeadModel
+
+    hf = GPT2LMHeadModel.from_pretrained(scripted / "hf").train()
+    idx = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(hf(idx).logits, hf(idx).logits)
+
+
+@pytest.mark.gpt2
 def test_transformers_encodes_as_the_run_did(scripted):
     from transformers import AutoTokenizer
 
