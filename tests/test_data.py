@@ -12,7 +12,7 @@ import pytest
 import torch
 from plumbing.cli.console import UserError
 from plumbing.data.windows import permute
-from train_gpt2 import DataLoaderLite
+from train_gpt2 import IGNORE_INDEX, DataLoaderLite
 
 from harness import make_shards, windows
 
@@ -157,6 +157,16 @@ def test_targets_that_the_mask_leaves_out_are_ignored(tmp_path):
     all_x, all_y = windows(folder, "train", 16, masks=True)
     assert torch.equal(x, all_x[:50])
     assert torch.equal(y, all_y[:50])
+
+
+def test_targets_are_counted_as_the_mask_says(tmp_path):
+    folder = make_shards(tmp_path, masks=True)
+    loader = DataLoaderLite(folder, "train", B=2, T=16)
+    _, y = windows(folder, "train", 16, masks=True)
+    for start in range(0, 50, 2):
+        expected = torch.count_nonzero(y[start : start + 2] != IGNORE_INDEX)
+        assert loader.count_targets(2) == expected
+        loader.next_batch()
 
 
 def test_a_mask_that_is_missing_is_refused(tmp_path):
