@@ -266,7 +266,7 @@ def explain(unknown, actions, synonyms, *, presets):
     elif "input" in meanings:
         advice = f"Use --input {word}."
     elif word in presets:
-        advice = f"Use --preset {word}."
+        advice = closest(word, meanings)
     elif word.endswith(".py") and presets:  # nanoGPT's config/train_shakespeare_char.py
         advice = "Use --preset, which names a set of flags."
     elif takes_text:
