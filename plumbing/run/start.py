@@ -242,16 +242,17 @@ def refuse_another_recipe(own: Checkpoint, config: Any, changed: dict[str, tuple
     # a branch keeps the shapes of the weights, and ends after the step that it starts from
     keeps_shapes = changed.keys().isdisjoint(vars(config.model_config))
     flag = "--branch-from" if keeps_shapes and config.max_steps > step else "--init-from"
-    advice = (
-        f"start another run from its weights at step {step}: add {flag} {quote(config.out_dir)} --out-dir NEW"
-    )
+    another = f"another run from its weights at step {step}: add {flag} {quote(config.out_dir)} --out-dir NEW"
     if changed.keys() & {"branch_from", "init_from"}:
-        advice = "start what you typed in another --out-dir"
-    kind, to_continue = "run", "leave these flags out to continue it, "
+        another = "what you typed in another --out-dir"
+    kind = "run"
+    advice = f"Leave these flags out to continue it, start {another}"
     if own["finished"]:
-        kind, to_continue = "finished run", ""
-    ways = f"{to_continue}{advice}, or add --no-resume to move it aside"
-    raise UserError(f"{config.out_dir} has a {kind} with other settings ({told}). {ways[0].upper()}{ways[1:]}.")
+        kind = "finished run"
+        advice = f"Start {another}"
+    raise UserError(
+        f"{config.out_dir} has a {kind} with other settings ({told}). {advice}, or add --no-resume to move it aside."
+    )
 
 
 def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Request, *, source: str) -> None:
@@ -380,8 +381,7 @@ def sharded_model(
     if config.max_steps:
         memory.check_memory(make_model, world.device, ranks=world.size, shares=world.size)
     whole = world.run_on_master(first_model, model_class, start, torch.device("cpu"))
-    examination = functools.partial(examine, num_ids=num_ids, longest=longest)
-    has_cache = world.broadcast_from_master(examination, whole, text)
+    has_cache = examine(whole, text, num_ids=num_ids, longest=longest, world=world)
     world.run_on_master(checks.check_weights_stay, whole, num_ids)
     try:
         with torch.device("meta"), memory.SkipInit():
@@ -398,12 +398,19 @@ def sharded_model(
     return model
 
 
-def examine(model: Any, text: Any, *, num_ids: int, longest: int) -> bool:
-    """Whether a cache works for the model. text: a batch of validation data (B, T), or None; longest: see try_out."""
-    texts = checks.texts(num_ids, longest)
-    if text is not None:
-        texts.append(text)
-    return checks.examine(model, texts)
+def examine(model: Any, text: Any, *, num_ids: int, longest: int, world: World) -> bool:
+    """Whether a cache works for the model. Rank 0 examines its model, and all ranks get the answer.
+
+    text: a batch of validation data (B, T), or None; longest: see `try_out`.
+    """
+
+    def examination() -> bool:
+        texts = checks.texts(num_ids, longest)
+        if text is not None:
+            texts.append(text)
+        return checks.examine(model, texts)
+
+    return world.broadcast_from_master(examination)
 
 
 def try_out(
@@ -423,8 +430,7 @@ def try_out(
         return try_sharded(trial), raw_model.has_cache
     with undone(raw_model):
         found = find_what_fits(trial)
-    examination = functools.partial(examine, num_ids=trial.num_ids, longest=longest)
-    has_cache = world.broadcast_from_master(examination, raw_model, text)
+    has_cache = examine(raw_model, text, num_ids=trial.num_ids, longest=longest, world=world)
     return found, has_cache
 
 
