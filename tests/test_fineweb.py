@@ -22,6 +22,7 @@ from plumbing.files import lock_folder
 from corpora import (
     TABLES,
     as_bytes,
+    damage,
     documents,
     holds,
     kill_again_and_again,
@@ -288,10 +289,7 @@ def test_a_damaged_shard_is_made_again_by_one_process(path, length):
     folder = make_small(path)
     before = listing(folder)
     shard = folder / "out_train_000002.npy"
-    if length is None:
-        shard.unlink()
-    else:
-        os.truncate(shard, length)
+    damage(shard, length)
     with lock_folder(folder), pytest.raises(UserError, match="in use by another process"):
         make_small(path)
     make_small(path)

@@ -15,7 +15,7 @@ from plumbing.data.tokenizers import render_conversation
 from plumbing.run import models
 from smoltalk import Options, pack, prepare
 
-from corpora import kill_again_and_again, read, read_meta, write_rows
+from corpora import damage, kill_again_and_again, read, read_meta, write_rows
 from harness import (
     TINY,
     change_meta,
@@ -219,10 +219,7 @@ def test_a_damaged_mask_is_made_again(tmp_path, length, capsys):
     folder = prepare_odd(tmp_path, "one")
     whole = listing(folder)
     mask = folder / "out_train_000003.mask"
-    if length is None:
-        mask.unlink()
-    else:
-        os.truncate(mask, length)
+    damage(mask, length)
     prepare_odd(tmp_path, "one")
     assert "complete" not in capsys.readouterr().out
     assert listing(folder) == whole
