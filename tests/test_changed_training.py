@@ -1,7 +1,5 @@
 """Optimizers, numbers and objects that people add to the training: each is resumed, branched and logged as it is."""
 
-import signal
-
 import pytest
 import torch
 import train_gpt2
@@ -10,12 +8,7 @@ from edits import BEFORE_GROUPS, GELU, HIDDEN_STATES, OPTIMIZERS, SCALER, Change
 from harness import (
     assert_same_tensors,
     losses,
-    needs,
     read_log,
-    run,
-    signalled,
-    steps_of,
-    tiny_flags,
     tiny_model,
     train,
 )
@@ -237,12 +230,3 @@ def test_weights_are_extended_only_where_a_run_begins(changed, data, tmp_path):
     train(data, tmp_path / "base")
     trainer.check_resume(trainer.kill, init_from=tmp_path / "base", max_lr=1e-3)
     assert (trainer.saved("whole", step=8)["model"][bias] - 1).abs().max() < 0.1
-
-
-@needs("SIGHUP")
-def test_sigusr1_stops_a_run_as_sigterm_does(data, out):
-    """Slurm's users choose it: #SBATCH --signal=USR1@90."""
-    assert hasattr(signal, "SIGUSR1")
-    [said] = run(signalled, 5, "SIGUSR1", 1, 0, tiny_flags(data, out))
-    assert "Stopped after 6 steps" in said
-    assert steps_of(out)[-1] == 6

@@ -25,6 +25,7 @@ from plumbing.data import tokenizers
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.run.huggingface import export_huggingface
+from plumbing.run.signals import Signals
 
 from harness import (
     KILLED,
@@ -246,10 +247,9 @@ def test_a_run_of_which_half_is_moved_aside_is_never_continued_with_half_of_its_
     assert_same_run(out, straight)
 
 
-# SIGHUP comes when the terminal is closed
 @needs("SIGHUP")
 @pytest.mark.parametrize(
-    "name, times, status, first", [("SIGTERM", 3, 0, []), ("SIGHUP", 1, 0, ["--no_resume"]), ("SIGINT", 1, 130, [])]
+    "name, times, status, first", [("SIGTERM", 3, 0, []), ("SIGUSR2", 1, 0, ["--no_resume"]), ("SIGINT", 1, 130, [])]
 )
 def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, first, folder, straight, out):
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
@@ -283,6 +283,25 @@ def test_main_leaves_the_signal_handlers_as_they_were(folder, out):
         train(folder, out, max_steps=1)
     assert inside != [before[0]]
     assert [signal.getsignal(number) for number in STOPPING] == before
+
+
+@needs("SIGHUP")
+@pytest.mark.parametrize("name", "HUP INT QUIT USR1 USR2 TERM XCPU".split())
+def test_whatever_a_scheduler_can_be_told_to_send_stops_a_run_once(name):
+    """By signal(7), these end a process that does not catch them."""
+    number = signal.Signals[f"SIG{name}"]
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+    assert signals == [number]
+
+
+@needs("SIGHUP")
+def test_crashes_timers_and_news_are_not_caught():
+    names = "SEGV BUS ABRT PROF ALRM PIPE CHLD WINCH TSTP".split()
+    numbers = [signal.Signals[f"SIG{name}"] for name in names]
+    before = [signal.getsignal(number) for number in numbers]
+    with Signals():
+        assert [signal.getsignal(number) for number in numbers] == before
 
 
 @needs("SIGHUP")

@@ -6,9 +6,17 @@ import signal
 import threading
 from typing import Any
 
+# these stop no run: crashes; timers, which profilers set; a failed write; what ends no process; what nobody can catch
+OTHERS = (
+    "ABRT BUS FPE ILL SEGV SYS TRAP ALRM PROF VTALRM PIPE XFSZ CHLD CONT INFO TSTP TTIN TTOU URG WINCH KILL STOP"
+)
+
 
 class Signals(list[int]):
-    """The stop signals received so far. Used as a context, it catches them; a second SIGINT exits at once."""
+    """The stop signals received so far: any that ends a process unless it is caught, because schedulers send many.
+
+    Used as a context, it catches them. A second SIGINT exits at once.
+    """
 
     def __init__(self):
         super().__init__()
@@ -18,12 +26,13 @@ class Signals(list[int]):
     def __enter__(self):
         if threading.current_thread() is not threading.main_thread():
             return self  # Python lets only the main thread handle signals
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        # SIGHUP comes when a terminal closes, SIGUSR1 from Slurm (--signal=USR1@90). Windows has neither, and nohup
-        # ignores SIGHUP
-        others = [getattr(signal, name) for name in ("SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-        numbers += [number for number in others if signal.getsignal(number) != signal.SIG_IGN]
-        self.before = {number: signal.signal(number, self.record) for number in numbers}
+        others = {getattr(signal, f"SIG{name}", None) for name in OTHERS.split()}
+        for number in signal.valid_signals() - others:
+            handler = signal.getsignal(number)
+            # nohup ignores SIGHUP. A script ignores SIGINT in what it starts with &, but `kill -INT` still means it
+            stays = handler == signal.SIG_IGN and number not in (signal.SIGINT, signal.SIGTERM)
+            if handler is not None and not stays:  # None: it is not Python's
+                self.before[number] = signal.signal(number, self.record)
         return self
 
     def __exit__(self, *exception):
