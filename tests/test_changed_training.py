@@ -3,12 +3,14 @@
 import pytest
 import torch
 import train_gpt2
+from plumbing.system.distributed import join_ranks
 
 from edits import BEFORE_GROUPS, GELU, HIDDEN_STATES, OPTIMIZERS, SCALER, Changed, adamw_as
 from harness import (
     assert_same_tensors,
     losses,
     read_log,
+    run,
     tiny_model,
     train,
 )
@@ -123,6 +125,26 @@ def test_muons_update_of_a_complex_matrix_is_nearly_unitary(shape):
     singular_values = torch.linalg.svdvals(p.detach())
     assert 0.6 < singular_values.min()
     assert singular_values.max() < 1.6
+
+
+def update_tall_stacks():
+    """Muon's updates of two parameters that are three tall matrices each, one on top of the other."""
+    with join_ranks({"device": "cpu"}):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.zeros(3 * 7, 5)) for _ in range(2)]
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        group = {"params": params, "split": 3}
+        train_gpt2.Muon([group], lr=1.0, momentum=0.9, weight_decay=0.0).step()
+        singular_values = torch.linalg.svdvals(torch.cat([*params]).detach().view(6, 7, 5)) / (7 / 5) ** 0.5
+        assert 0.6 < singular_values.min()
+        assert singular_values.max() < 1.6
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_muon_updates_tall_matrices_that_one_parameter_holds(ranks):
+    """As of a gate and an up projection in one layer, or of stacked experts."""
+    run(update_tall_stacks, ranks=ranks)
 
 
 def test_a_rate_that_is_set_before_the_optimizers_are_returned_counts(changed):

@@ -24,7 +24,7 @@ def map_over_ranks(
         mapped = map_shares(function, matrices)
     else:
         mapped = function(matrices)
-    return mapped.to(stacks.dtype).view(stacks.shape)
+    return mapped.to(stacks.dtype).reshape(stacks.shape)
 
 
 def map_shares(function: Callable[[torch.Tensor], torch.Tensor], matrices: torch.Tensor) -> torch.Tensor:
