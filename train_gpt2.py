@@ -127,14 +127,14 @@ PRESETS = {
         preset="speedrun", max_steps=9536, warmup_steps=250, schedule="wsd", max_lr=1.8e-3,
         optimizer="muon", muon_lr=0.025, muon_weight_decay=0.05),
     "quickstart": TrainConfig(
-        preset="quickstart", data=("python_docs",), out_dir="log/quickstart", compile=False, sample_prompt="The ",
+        preset="quickstart", data=("python_docs",), out_dir="log/quickstart", compile=False, sample_prompt="The",
         vocab_size=320, n_layer=4, n_head=4, n_embd=128, block_size=128,
         batch_size=16, sequence_length=128, total_batch_size=2048,
         max_steps=400, warmup_steps=20, schedule="wsd", max_lr=4e-3,
         optimizer="muon", muon_lr=0.04, val_every=100, val_tokens=2**15, hellaswag_every=0,
         sample_every=200, checkpoint_every=200, keep_best=True),
     "baby": TrainConfig(
-        preset="baby", data=("python_docs",), out_dir="log/baby", sample_prompt="The ", hellaswag_every=0,
+        preset="baby", data=("python_docs",), out_dir="log/baby", sample_prompt="The", hellaswag_every=0,
         keep_best=True, vocab_size=320, n_layer=6, n_head=6, n_embd=384, block_size=256,
         sequence_length=256, total_batch_size=2**14,
         max_steps=1000, warmup_steps=50, schedule="wsd", max_lr=2e-3, optimizer="muon", val_tokens=2**17),
@@ -526,7 +526,7 @@ def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Rec
     text = f"The learning rate was {before:.2g} before the branch and is {lr:.2g} now"
     if never_decays:
         text += ", and stays there to the end"
-    if config.schedule == "wsd":
+    if config.schedule == "wsd" and 0.5 < config.max_lr / before < 2:  # unless the parent's rate has decayed
         fraction = (config.max_steps - step) / config.max_steps
         text += f". With --decay-fraction {fraction:.4g} it would decay from here on"
     console.note(f"{text}.")
@@ -633,9 +633,9 @@ def configure_optimizers(model, config):
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # torch takes no empty group of named parameters
     betas = (config.beta1, config.beta2)
     fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for _, p in rest)
+    groups = [group for group in groups if group["params"]]  # torch takes no empty group of named parameters
     optimizers.append(torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=1e-8, fused=fused))
     return optimizers
 

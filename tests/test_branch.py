@@ -20,6 +20,7 @@ from harness import (
     assert_same_run,
     assert_same_tensors,
     die_at,
+    flags,
     killed_at,
     listing,
     log_lines,
@@ -361,18 +362,12 @@ def constant(folder):
     return folder.parent / "constant"
 
 
-def test_a_finished_run_is_extended_as_it_says(constant, folder, tmp_path):
-    """The command that it prints takes everything else from the run.
-
-    At a constant rate that is the run of twice the length from scratch, bit for bit.
-    """
-    shutil.copytree(constant, tmp_path / "short")
+def test_a_finished_run_is_extended_by_its_name_and_a_number_of_steps(constant, folder, out, tmp_path):
+    """At a constant rate that is the run of this length from scratch, bit for bit."""
     train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24})
-    said = train(folder, tmp_path / "short", **CONSTANT)  # the same command: finished, and how to continue
-    python, script, *words = printed_commands(said)[-1]
-    assert (python, script) == ("python", "train_gpt2.py")
-    assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
-    assert_same_run(tmp_path / "short-longer", tmp_path / "long")
+    words = flags(branch_from=constant, out_dir=out, max_steps=24, device="cpu")
+    assert status_of(train_gpt2.main, words) == 0
+    assert_same_run(out, tmp_path / "long")
 
 
 @pytest.fixture
@@ -553,3 +548,11 @@ def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, fold
     assert len(notes) == bool(said)
     for words in said:
         assert words in notes[0]
+
+
+def test_a_branch_behind_a_decay_is_given_no_advice_that_raises_its_rate(folder, out, tmp_path):
+    """Nor is it what a finished run names as the next command: it would be worse first."""
+    said = train(folder, tmp_path / "parent", **OPTIONS | dict(schedule="wsd", decay_fraction=0.5))
+    assert [words[:2] for words in printed_commands(said)] == [["python", "sample.py"]]
+    said = train(folder, out, branch_from=tmp_path / "parent", max_steps=24, val_every=0)
+    assert "note: The learning rate was 0.0005 before the branch and is 0.003 now.\n" in said

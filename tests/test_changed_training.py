@@ -222,6 +222,18 @@ def test_ranks_may_leave_out_blocks_at_random_where_ddp_looks_for_them(changed, 
     assert len(losses(out)) == 12
 
 
+def test_a_forward_pass_that_returns_no_pair_is_refused_in_one_line(changed):
+    returned = "return logits if return_logits else None, loss / num_targets\n"
+    error = changed({returned: 'return {"logits": logits, "loss": loss / num_targets}\n'}).error()
+    assert "The model's forward() returns a dict. Return (logits, loss)" in error
+
+
+def test_a_group_that_muon_leaves_empty_is_left_out(changed, out):
+    matrices = "    groups.append({'params': [(n, p) for n, p in rest if 'c_fc.weight' in n], 'lr': 1e-3})\n"
+    changed({BEFORE_GROUPS: matrices + BEFORE_GROUPS}).train(optimizer="muon", max_steps=1)
+    assert len(losses(out)) == 1
+
+
 def test_a_forward_pass_may_return_more_than_logits_and_loss(changed, out):
     edits = {
         "return logits if return_logits else None, loss / num_targets\n": "return logits, loss / num_targets, logits\n",

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
 from harness import (
+    flags,
     listing,
     log_lines,
     losses,
     make_shards,
-    printed_commands,
     read_log,
     refused_run,
     samples,
@@ -476,10 +476,10 @@ def test_passes_count_the_steps(two_passes):
     assert settings_of(out) == (24, 2)
 
 
-def test_a_run_of_passes_is_extended_as_it_says(two_passes):
-    said, out = two_passes
-    assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
-    assert len(losses(f"{out}-longer")) == 48
+def test_a_run_of_passes_may_have_a_branch_of_steps(two_passes, small, out):
+    words = flags(branch_from=two_passes[1], out_dir=out, max_steps=48)
+    assert status_of(train_gpt2.main, words) == 0
+    assert len(losses(out)) == 48
 
 
 def test_a_branch_may_have_other_passes(two_passes, small, out):

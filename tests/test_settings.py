@@ -8,7 +8,7 @@ from plumbing.run.start import begin
 from plumbing.system.distributed import World, join_ranks
 from train_gpt2 import PRESETS, TrainConfig, make_config
 
-from harness import flags, make_shards, printed_commands, run, status_of, train
+from harness import flags, make_shards, run, status_of, train
 
 SETTINGS = vars(TrainConfig())
 CAN_BE_TYPED = [name for name, value in SETTINGS.items() if value not in (None, "", ())]
@@ -51,9 +51,9 @@ def main():
 
 
 def test_a_branch_keeps_a_vocabulary_that_is_not_padded(data, tmp_path, main):
-    said = train(data, tmp_path / "out", vocab_size=257, max_steps=1)
-    main(*printed_commands(said)[-1][2:])
-    assert newest_checkpoint(tmp_path / "out-longer")["config"]["vocab_size"] == 257
+    train(data, tmp_path / "parent", vocab_size=257, max_steps=1)
+    main(*flags(branch_from=tmp_path / "parent", out_dir=tmp_path / "out", max_steps=2))
+    assert newest_checkpoint(tmp_path / "out")["config"]["vocab_size"] == 257
 
 
 def test_a_folder_alone_continues_a_run_whose_vocabulary_is_not_padded(data, out, main):

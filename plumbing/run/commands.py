@@ -51,17 +51,10 @@ def sample_command(source: str, enc: Any, prompt: str, *, code: Path | None = No
     if has_chat_tokens(enc):
         return ["python", "sample.py", "--chat", *flags]
     if not prompt or prompt.startswith("-"):
-        prompt = "The "
+        prompt = "The"  # without a blank at the end: GPT-2's tokens begin with the one before a word
     return ["python", "sample.py", prompt, *flags]
 
 
-def print_next_commands(config: Any, enc: Any) -> None:
-    """Print two commands to run after training: one samples from the model, one trains it for longer."""
-    config_class = type(config)
-    sample = sample_command(config.out_dir, enc, config.sample_prompt, code=source_code.file_of(config_class))
-    longer = {
-        "branch_from": config.out_dir,
-        "out_dir": f"{config.out_dir.rstrip('/')}-longer",
-        "max_steps": 2 * config.max_steps,
-    }
-    print_next(sample, training_command(config_class, longer))
+def print_next_command(config: Any, enc: Any) -> None:
+    """Print the command to run after training: it samples from the model."""
+    print_next(sample_command(config.out_dir, enc, config.sample_prompt, code=source_code.file_of(type(config))))

@@ -56,7 +56,7 @@ def card(directory: Path, run_folder: Path, sample: str) -> str:
             steps, values = run.streams[stream]
             rows += f"| {description} | {values[-1]:.4f} | {steps[-1]:,} |\n"
     is_chat = "chat_template" in read_json(directory / "tokenizer_config.json", "")
-    prompt = [{"role": "user", "content": "Hello!"}] if is_chat else "The "
+    prompt = [{"role": "user", "content": "Hello!"}] if is_chat else "The"
     # indented as a code block, because a sample may look like Markdown
     lines = "\n".join(plain(line, 10**4) for line in sample.strip().splitlines())
     drawn = f"## A sample\n\n{textwrap.indent(lines, '    ')}\n\n" if lines else ""

@@ -30,7 +30,7 @@ from plumbing.data.windows import stream_names
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs, models
 from plumbing.run.checkpoint import CheckpointWriter, training_state
-from plumbing.run.commands import print_next_commands, training_command
+from plumbing.run.commands import print_next_command, training_command
 from plumbing.run.folder import keep_samples_before, prepare_folder
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
@@ -347,7 +347,7 @@ class Run:
             lowest = f"{self.best_val_loss:.4f}"
             print(f"The lowest validation loss was {lowest}; its weights are in {checkpoints.BEST}.")
         if self.config.max_steps:
-            print_next_commands(self.config, self.parts.enc)
+            print_next_command(self.config, self.parts.enc)
         return ended
 
 

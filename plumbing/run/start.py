@@ -23,7 +23,7 @@ from plumbing.files import FolderLock, lock_folder
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs, models, source_code, wandb_log
 from plumbing.run.checkpoint import Checkpoint
-from plumbing.run.commands import print_next_commands
+from plumbing.run.commands import print_next_command
 from plumbing.run.huggingface import is_export_of
 from plumbing.run.options import StartOptions, changed_settings, inheritable, is_per_node, names_of
 from plumbing.run.run import Ended, export
@@ -452,4 +452,4 @@ def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
         model_path = checkpoints.list_checkpoints(out_dir)[-1]
     print(f"Its model is in {model_path}.")
     print("To train again, name another --out-dir, or add --no-resume to move this run aside.")
-    print_next_commands(config, enc)
+    print_next_command(config, enc)
