@@ -608,6 +608,8 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(model, config):
     """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest.
 
+    flag: what sets a group's rate, as the account of the run shows it.
+
     Parameters are passed with their names, so that optimizer state in a checkpoint can be matched by name.
     """
     optimizers: list[torch.optim.Optimizer] = []
@@ -619,7 +621,7 @@ def configure_optimizers(model, config):
             is_qkv = name.endswith("c_attn.weight") and rows == 3 * cols
             split = 3 if is_qkv else 1  # query, key and value are three matrices
             # matrices of one shape are updated together
-            group = muon_groups.setdefault((p.shape, split), {"params": [], "split": split})
+            group = muon_groups.setdefault((p.shape, split), {"params": [], "split": split, "flag": "--muon-lr"})
             group["params"].append((name, p))
         else:
             rest.append((name, p))
@@ -630,8 +632,8 @@ def configure_optimizers(model, config):
     decayed = [(name, p) for name, p in rest if p.dim() >= 2]
     others = [(name, p) for name, p in rest if p.dim() < 2]  # biases and norms
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay, "flag": "--max-lr"},
+        {"params": others, "weight_decay": 0.0, "flag": "--max-lr"},
     ]
     betas = (config.beta1, config.beta2)
     fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for _, p in rest)

@@ -5,8 +5,10 @@ import re
 import pytest
 import train_gpt2
 from plumbing.cli.console import UserError
+from plumbing.run.summary import size
 from plumbing.system import devices
 
+from edits import ADAMW
 from harness import at_steps, make_shards, refusal_of, run, tiny_flags, train
 
 
@@ -106,6 +108,29 @@ def test_hours_of_a_gpu_are_not_said_of_a_model_that_is_too_small_to_fill_it(dry
 @pytest.mark.parametrize("vocab_size", [320, 8192])
 def test_what_is_compute_optimal_is_said_of_bpe_only(vocab_size, dry_run):
     assert ("compute-optimal" in dry_run(vocab_size=vocab_size)) == (vocab_size > 320)
+
+
+def test_a_branch_and_a_resume_are_told_the_rates_that_were_set(data, out, tmp_path):
+    """And not how far the parent's have decayed."""
+    train(data, tmp_path / "parent", optimizer="muon", max_steps=8, schedule="wsd", muon_lr=0.07)
+    (tmp_path / "parent" / "model_00008.pt").unlink()
+    for changes in (dict(max_steps=8), dict(branch_from=tmp_path / "parent", out_dir=out, max_steps=12)):
+        options = dict(out_dir=tmp_path / "parent", optimizer="muon", schedule="wsd", muon_lr=0.07) | changes
+        said = train(data, **options)
+        assert re.search(r"(?m)^optimizer: +Muon for 24,576 parameters, --muon-lr 0.07$", said)
+        assert re.search(r"(?m)^optimizer: +AdamW for [\d,]+ parameters, --max-lr 0.003$", said)
+
+
+SGD = {ADAMW: "torch.optim.SGD(groups, lr=config.max_lr, momentum=0.9)"}
+
+
+def test_what_another_optimizer_keeps_is_counted_after_the_first_step(changed, data, out):
+    """One number for each parameter, and not two."""
+    said = changed(SGD).train()
+    (parameters,) = re.findall(r"optimizer: +SGD for ([\d,]+) parameters, --max-lr 0.003", said)
+    num_bytes = 4 * int(parameters.replace(",", ""))
+    assert f"state takes {size(num_bytes)}, and not {size(2 * num_bytes)} as the account above assumes" in said
+    assert "as the account above" not in train(data, out.with_name("muon"), optimizer="muon")
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -22,7 +22,7 @@ def diverged(step: int, parts: Any, *, loss: float, norm: float, start: int, bat
     first_bad = int(np.argmin(np.isfinite(losses)))
     positions = start + first_bad * B + np.arange(min(B, 4))
     where = loader.order.describe(positions)
-    rates = " ".join(f"{flag} LOWER" for flag in rate_flags(config, parts.optimizers))
+    rates = " ".join(f"{flag} LOWER" for flag in rate_flags(parts.optimizers))
     # a checkpoint of this step does not help: training diverges from there
     good = [path for path in checkpoints.list_checkpoints(config.out_dir) if checkpoints.step_of(path) < step]
     remedy = f"--no-resume {rates}"

@@ -35,7 +35,7 @@ from plumbing.run.folder import keep_samples_before, prepare_folder
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.model_card import make_card
 from plumbing.run.signals import Signals
-from plumbing.run.summary import print_summary
+from plumbing.run.summary import note_state, print_summary
 from plumbing.run.wandb_log import WandbLog
 from plumbing.system import devices
 from plumbing.system.collectives import class_of
@@ -237,6 +237,8 @@ class Run:
         self.stopping = done.stop
         if step == self.start_step:
             self.first_step_ended = now
+            if math.isfinite(done.norm):  # otherwise no optimizer has taken a step yet
+                note_state(self.parts.optimizers)
             self.check_ranks(step)
         self.compare_with_before(step, done.loss)
         rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still

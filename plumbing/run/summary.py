@@ -4,9 +4,11 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_flatten
+
 from plumbing.cli.console import count, duration, note, print0, print_next, short
-from plumbing.cli.flags import flag_of
-from plumbing.run.checkpoint import BEST
+from plumbing.run.checkpoint import BEST, parameters_of
 from plumbing.run.commands import training_command
 from plumbing.system import devices
 
@@ -47,7 +49,7 @@ def make_rows(start: Any, parts: Any, seconds: float) -> Iterator[Row]:
     B = parts.found.B
     parameters = sum(p.numel() for p in parts.raw_model.parameters())
     yield "model", f"{parameters:,} parameters on {world.size} x {world.device_name}, {config.dtype}"
-    yield from group_rows(config, parts.optimizers)
+    yield from group_rows(parts.optimizers)
     if config.max_steps:
         yield from data_rows(start, parts.loader)
         if config.vocab_size > BYTE_IDS:
@@ -137,12 +139,19 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
 
 
 def state_bytes(optimizer: Any) -> float:
-    """The bytes of an optimizer's state: two numbers per parameter unless its class has numbers_per_parameter."""
-    numbers = getattr(optimizer, "numbers_per_parameter", 2)
-    total = 0
-    for group in optimizer.param_groups:
-        total += sum(p.nbytes for p in group["params"])
-    return numbers * total
+    """A guess at the bytes of an optimizer's state: two numbers per parameter, as AdamW has, unless its class has
+    numbers_per_parameter.
+    """
+    return getattr(optimizer, "numbers_per_parameter", 2) * sum(p.nbytes for p in parameters_of(optimizer))
+
+
+def note_state(optimizers: list[Any]) -> None:
+    """Note after the first step if the optimizers' state is not as large as guessed."""
+    leaves, _ = tree_flatten([optimizer.state_dict() for optimizer in optimizers])
+    found = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    guessed = sum(map(state_bytes, optimizers))
+    if abs(found - guessed) > 0.05 * guessed:
+        note(f"The optimizers' state takes {size(found)}, and not {size(guessed)} as the account above assumes.")
 
 
 def size(number: float) -> str:
@@ -151,25 +160,20 @@ def size(number: float) -> str:
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
-def names_of_rates(config: Any) -> list[str]:
-    """The settings that are peak learning rates."""
-    return [name for name in vars(config) if name.endswith("_lr") and name != "min_lr"]
-
-
-def rate_flags(config: Any, optimizers: list[Any]) -> list[str]:
-    """The flags of the peak learning rates that the optimizers' groups have."""
-    peaks = set()
+def rate_flags(optimizers: list[Any]) -> list[str]:
+    """The flags that set the peak learning rates of the optimizers' groups."""
+    flags = {}
     for optimizer in optimizers:
-        peaks |= {group["initial_lr"] for group in optimizer.param_groups}
-    return [flag_of(name) for name in names_of_rates(config) if getattr(config, name) in peaks] or ["--max-lr"]
+        flags |= {group["flag"]: None for group in optimizer.param_groups if "flag" in group}
+    return [*flags] or ["--max-lr"]
 
 
-def group_rows(config: Any, optimizers: list[Any]) -> Iterator[Row]:
-    """A row for each optimizer and learning rate: the number of parameters, and the flag that sets the rate."""
-    sizes: dict[tuple[str, float], int] = collections.defaultdict(int)
+def group_rows(optimizers: list[Any]) -> Iterator[Row]:
+    """A row for each optimizer and peak learning rate: the number of parameters, and the flag that sets the rate."""
+    sizes: dict[tuple[str, str, float], int] = collections.defaultdict(int)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            sizes[type(optimizer).__name__, group["lr"]] += sum(p.numel() for p in group["params"])
-    flag_with = {getattr(config, name): flag_of(name) for name in names_of_rates(config)}
-    for (name, rate), parameters in sizes.items():
-        yield "optimizer", f"{name} for {parameters:,} parameters, {flag_with.get(rate, 'rate')} {rate:g}"
+            key = type(optimizer).__name__, group.get("flag", "rate"), group["initial_lr"]
+            sizes[key] += sum(p.numel() for p in group["params"])
+    for (name, flag, rate), parameters in sizes.items():
+        yield "optimizer", f"{name} for {parameters:,} parameters, {flag} {rate:g}"
