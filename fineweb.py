@@ -64,7 +64,7 @@ from tqdm import tqdm
 
 from plumbing.cli.console import UserError
 from plumbing.data import downloads, inputs, preparation, readers, shards, tokenizers
-from plumbing.data.preparation import Content, Tokens
+from plumbing.data.preparation import Rendered, Tokens
 from plumbing.files import atomic_write, lock_folder, open_regular, remove_folder
 
 # {--dataset: (default of --out-dir, beginning of the shards' names)}. Their first shard is for validation; if it is the
@@ -104,28 +104,25 @@ class Documents(preparation.Renderer):
         self.separator = separator
         self.prefix = prefix
 
-    def read(self, row: readers.Row) -> Content:
-        text = readers.text_of(row.values, self.columns)
-        unread = list(row.unread)
-        if isinstance(row.values, dict):
-            roots = [readers.root_of(column, row.values) for column in self.columns]
-            unread += readers.keys_with_values(row.values, read=roots)
-        value = text if isinstance(text, readers.Unusable) or row.starts else Continuation(text)
-        return Content(value, sys.getsizeof(text), unread=unread)
-
-    def encode(self, enc: tiktoken.Encoding, values: list[str]) -> list[tuple[Tokens, dict[str, int]]]:
-        return [(Tokens(ids), {}) for ids in encode_pieces(enc, values)]
-
-
-class Continuation(str):
-    """A piece of a long text that continues the piece before it."""
+    def render(self, enc: tiktoken.Encoding, rows: list[readers.Row]) -> list[Rendered]:
+        texts = [readers.text_of(row.values, self.columns) for row in rows]
+        pieces = [(text, row.starts) for text, row in zip(texts, rows) if isinstance(text, str)]
+        arrays = iter(encode_pieces(enc, pieces))
+        rendered = []
+        for text, row in zip(texts, rows):
+            unread = list(row.unread)
+            if isinstance(row.values, dict):
+                roots = [readers.root_of(column, row.values) for column in self.columns]
+                unread += readers.keys_with_values(row.values, read=roots)
+            tokens = Tokens(next(arrays)) if isinstance(text, str) else text
+            rendered.append(Rendered(tokens, unread=unread))
+        return rendered
 
 
-def encode_pieces(enc: tiktoken.Encoding, pieces: list[str]) -> list[np.ndarray]:
+def encode_pieces(enc: tiktoken.Encoding, pieces: list[tuple[str, bool]]) -> list[np.ndarray]:
     """Tokenize pieces into arrays of uint16. <|endoftext|> comes first where a document starts."""
-    joined = "".join(tokenizers.EOT + text for text in pieces)
-    has_continuations = any(isinstance(text, Continuation) for text in pieces)
-    if pieces and not has_continuations and joined.count(tokenizers.EOT) == len(pieces):
+    joined = "".join(tokenizers.EOT + text for text, starts in pieces if starts)
+    if pieces and joined.count(tokenizers.EOT) == len(pieces):
         # one call for all documents takes the GIL once instead of once per document
         with contextlib.suppress(ValueError):  # half a surrogate pair, or a million blanks
             ids = enc.encode_to_numpy(joined, allowed_special={tokenizers.EOT}, disallowed_special=())
@@ -133,9 +130,9 @@ def encode_pieces(enc: tiktoken.Encoding, pieces: list[str]) -> list[np.ndarray]
             return np.split(ids, np.flatnonzero(ids == enc.eot_token)[1:])
     arrays = []
     eot = np.array([enc.eot_token], np.uint16)
-    for text in pieces:
+    for text, starts in pieces:
         ids = tokenizers.encode_text(enc, text).astype(np.uint16)
-        arrays.append(ids if isinstance(text, Continuation) else np.append(eot, ids))
+        arrays.append(np.append(eot, ids) if starts else ids)
     return arrays
 
 

@@ -72,7 +72,7 @@ import numpy as np
 import tiktoken
 
 from plumbing.data import preparation, tokenizers
-from plumbing.data.preparation import Content, Tokens
+from plumbing.data.preparation import Rendered, Tokens
 from plumbing.data.readers import EMPTY, Row, Unusable, keys_with_values
 
 LISTS = ("messages", "conversations")  # columns with a list of messages
@@ -100,6 +100,14 @@ CUT = "conversation cut after the last answer that fits"
 # ----- Conversations ------------------------------------------------------------------------------------
 
 
+class Conversation(NamedTuple):
+    """What is read of a row."""
+
+    messages: list[dict[str, Any]] | Unusable
+    counts: dict[str, int] = {}  # what happened in it
+    unread: set[str] = set()  # keys that have a value and are not read
+
+
 class Message(NamedTuple):
     """A message of OpenAI's or ShareGPT's format."""
 
@@ -108,13 +116,13 @@ class Message(NamedTuple):
     unread: Sequence[str] = ()  # keys that have a value and are not read
 
 
-def read_conversation(values: Any) -> Content:
+def read_conversation(values: Any) -> Conversation:
     """Read the messages of a row, or say why it is left out; count what happened, and name the keys not read.
 
     A message is {"role", "content"}. An answer that is not learned also has "weight": 0.
     """
     if isinstance(values, Unusable):
-        return Content(values, 0)
+        return Conversation(values)
     row = values if isinstance(values, dict) else {"messages": values}
     found, read = find_messages(row)
     parsed_messages = [read_message(message) for message in found]
@@ -142,13 +150,12 @@ def read_conversation(values: Any) -> Content:
         )
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if unusable:
-        return Content(unusable, 0, unread=unread)
+        return Conversation(unusable, unread=unread)
     if not answers:
-        return Content(Unusable("has no answer by the assistant"), 0, unread=unread)
+        return Conversation(Unusable("has no answer by the assistant"), unread=unread)
     counts[UNANSWERED] = len(messages) - 1 - answers[-1]
     messages = messages[: answers[-1] + 1]
-    size = sum(sys.getsizeof(message["content"]) for message in messages)
-    return Content(messages, size, {name: number for name, number in counts.items() if number}, unread)
+    return Conversation(messages, {name: number for name, number in counts.items() if number}, unread)
 
 
 def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
@@ -300,36 +307,31 @@ class Conversations(preparation.Renderer):
         self.eot = enc.eot_token
         self.end = enc.encode_single_token("<|end|>")
 
-    def read(self, row: Row) -> Content:
-        content = read_conversation(row.values)
-        return content._replace(unread=sorted({*content.unread, *row.unread}))
+    def render(self, enc: tiktoken.Encoding, rows: list[Row]) -> list[Rendered]:
+        return [self.render_row(enc, row) for row in rows]
 
-    def encode(
-        self, enc: tiktoken.Encoding, values: list[Any]
-    ) -> list[tuple[Tokens | Unusable, dict[str, int]]]:
-        return [self.render(enc, messages) for messages in values]
-
-    def render(
-        self, enc: tiktoken.Encoding, messages: list[dict[str, Any]]
-    ) -> tuple[Tokens | Unusable, dict[str, int]]:
+    def render_row(self, enc: tiktoken.Encoding, row: Row) -> Rendered:
         """A conversation's tokens up to the last answer that fits into a block, and counts of what happened."""
+        messages, counts, unread = read_conversation(row.values)
+        unread = sorted({*unread, *row.unread})
+        if isinstance(messages, Unusable):
+            return Rendered(messages, counts, unread)
         ids, mask, stop = tokenizers.render_conversation(messages, enc, self.max_length)
         if not stop:
-            return Unusable(f"needs a --max-length above {self.max_length} for its first answer"), {}
+            reason = f"needs a --max-length above {self.max_length} for its first answer"
+            return Rendered(Unusable(reason), counts, unread)
         if not any(mask[:stop]):
-            return Unusable("has no answer to learn"), {}
-        counts = {}
+            return Rendered(Unusable("has no answer to learn"), counts, unread)
         num_unlearned = sum("weight" in message for message in messages)
         if num_unlearned:
             counts[NOT_LEARNED] = num_unlearned
         if stop < len(ids):
             counts[CUT] = 1
         tokens = Tokens(np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8))
-        return tokens, counts
+        return Rendered(tokens, counts, unread)
 
     def arrange(self, tokens: Tokens) -> Tokens:
         """Pack the conversations in `tokens` into blocks, and add a target for the last position."""
-        assert tokens.mask is not None
         bounds = [*np.flatnonzero(tokens.ids == self.eot).tolist(), len(tokens.ids)]
         blocks = list(pack(np.diff(bounds).tolist(), self.max_length))
         ids = np.full(len(blocks) * self.max_length + 1, self.end, np.uint16)

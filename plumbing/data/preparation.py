@@ -1,6 +1,6 @@
 """Turn the files of a data set into token shards: read and tokenize rows, split them, write shards and meta.json.
 
-Each script has a Renderer that turns a row into tokens. Everything else is the same for documents and conversations. A
+Each script has a Renderer that turns rows into tokens. Everything else is the same for documents and conversations. A
 row is a whole document, or a piece of a long text. A shard holds whole rows, so a position in the input is two numbers:
 that of the file, and that of the row in it. They also decide whether the row is for validation.
 
@@ -8,6 +8,7 @@ After each run of rows, meta.json records where the next one begins. If the comm
 continues from there, and on any number of cores it writes the same bytes.
 """
 
+import array
 import collections
 import contextlib
 import dataclasses
@@ -22,7 +23,6 @@ import threading
 import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,50 +50,30 @@ UNRECORDED = ("input", "dataset", "tokenizer", "out_dir", "num_proc", "pretokeni
 
 class Tokens(NamedTuple):
     ids: np.ndarray  # (n,) of uint16
-    mask: np.ndarray | None = None  # (n,) of uint8; None if all tokens are targets
+    mask: np.ndarray = np.empty(0, np.uint8)  # (n,); or (0,): all tokens are targets
 
 
-class Place(NamedTuple):
-    """A position in the input."""
+class Rendered(NamedTuple):
+    """What a Renderer makes of a row."""
 
-    file: int
-    row: int
-
-
-class Content(NamedTuple):
-    """The part of a row that a Renderer reads."""
-
-    value: Any  # for `encode`; or Unusable
-    size: int  # bytes
+    tokens: Tokens | Unusable
     counts: Mapping[str, int] = {}  # what happened in it: {"message to and from tools left out": 2}
     unread: Collection[str] = ()  # keys that have a value and are not read
-
-
-@dataclass
-class Entry:
-    """A row on its way into the shards."""
-
-    place: Place
-    words: str  # its place in words: "Line 3"
-    content: Content
-    tokens: Tokens | Unusable = Unusable("")
-    counts: Mapping[str, int] = field(default_factory=dict)  # what happened when it was encoded
-    hash: int = 0  # of its content
 
 
 class End(NamedTuple):
     """Where a run of rows ends, and counts up to there: an entry in meta.json's `ends`."""
 
-    file: int = 0  # the place of the next row
-    row: int = 0
-    hash: int = 0  # of the rows before it in its file
+    file: int = 0  # the number of the next row's file
+    row: int = 0  # the number of the next row in it
+    row_hash: int = 0  # of the rows before it in its file
     documents: int = 0
     counts: Mapping[str, int] = {}
     unread: Mapping[str, int] = {}
 
 
 class Renderer:
-    """Turns rows into tokens. `read` runs in the thread that reads files, `encode` in the threads that tokenize."""
+    """Turns rows into tokens, in several threads at once."""
 
     columns: Sequence[str] = ()  # of a table, to read
     needed: Sequence[str] = ()  # columns that the first file must have
@@ -103,13 +83,7 @@ class Renderer:
     masks = False
     advice = COLUMN_ADVICE  # if no row can be used
 
-    def read(self, row: Row) -> Content:
-        raise NotImplementedError
-
-    def encode(
-        self, enc: tiktoken.Encoding, values: list[Any]
-    ) -> list[tuple[Tokens | Unusable, dict[str, int]]]:
-        """(tokens, counts) for each value that `read` returned."""
+    def render(self, enc: tiktoken.Encoding, rows: list[Row]) -> list[Rendered]:
         raise NotImplementedError
 
     def arrange(self, tokens: Tokens) -> Tokens:
@@ -237,41 +211,63 @@ def write_shards(
     """Write the shards that are still missing."""
     end = keep_whole(folder, meta)
     meta.documents = end.documents
-    progress = Progress(end, meta.left_out)
+    counts = Counts(end.counts, end.unread, meta.left_out)
     most = meta.made_from.get("max_tokens", 0)
     if sources[0].repo:
-        sizes = [source.size for source in sources]
-        # shards of whole files take about as many bytes as the files, which are compressed
-        shard_bytes = 2 * (most - meta.tokens) if most else sum(sizes)
-        # three files may be on disk: one is finished, one is being read, one is being downloaded
-        check_disk_space(folder, shard_bytes + 3 * max(sizes))
-        save(folder, meta)  # so that downloaded files can be found again offline
+        prepare_downloads(folder, meta, [source.size for source in sources])
     download_folder = os.path.join(folder, ".download")
     # with a limit, the next file may not be needed
     files = downloads.fetch_all(sources, download_folder, first=end.file, ahead=not most)
+    rows = read_files(renderer, files, end)
     num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
-    encoded = encode_all(renderer, enc, read_batches(renderer, files, end), num_threads=num_threads)
     title = console.plain(folder)
     bar = tqdm(total=most or None, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
-    with bar, contextlib.closing(encoded):
-        names = [source.name for source in sources]
-        rows = usable(encoded, progress, names, most=most, bar=bar)
-        every = meta.validation_every
-        for parts, place in cut(rows, options.shard_size, every=every, is_first=not meta.shards):
-            if not place and not all(meta.lengths(split) or len(parts[split].ids) for split in parts):
-                parts = in_two(parts, enc.eot_token, renderer, counts=progress.counts)
-            write(folder, meta, parts, renderer=renderer, enc=enc)
-            meta.rows_left_out = progress.counts.numbers[Counts.LEFT_OUT]
-            meta.left_out = progress.counts.sentences
-            if place:
-                last_shard = list(meta.shards)[-1]
-                meta.ends[last_shard] = progress.end(place, documents=meta.documents)._asdict()
-                save(folder, meta)
-                # a file stays until all its rows are in shards: after a kill, it is read again
-                downloads.remove_fetched(sources[: place.file], download_folder)
+    run = Run()
+    hashes = {end.file: end.row_hash}  # of the rows of each file so far
+    with bar, contextlib.closing(render_all(renderer, enc, rows, num_threads=num_threads)) as rendered:
+        for row, (tokens, happened, unread) in rendered:
+            if isinstance(tokens, Unusable):
+                counts.leave_out(row.place, sources[row.file].name, tokens._replace(values=row.values))
+            else:
+                if run.is_full(split_for(row, meta), tokens, options.shard_size):
+                    write(folder, meta, run.tokens(), counts=counts, renderer=renderer, enc=enc)
+                    end = End(
+                        file=row.file,
+                        row=row.number,
+                        row_hash=hashes.get(row.file, 0),
+                        documents=meta.documents,
+                        counts=dict(counts.numbers),
+                        unread=dict(counts.unread),
+                    )
+                    meta.ends[list(meta.shards)[-1]] = end._asdict()
+                    save(folder, meta)
+                    # a file stays until all its rows are in shards: after a kill, it is read again
+                    downloads.remove_fetched(sources[: row.file], download_folder)
+                    run = Run()
+                run.add(split_for(row, meta), tokens)
+                bar.set_postfix_str(f"file {row.file + 1} of {len(sources)}", refresh=False)
+                bar.update(len(tokens.ids))
+            counts.add(happened, unread)
+            hashes[row.file] = row.hash
+            if most and bar.n >= most:
+                break
+    last = run.tokens()
+    if not all(meta.lengths(split) or len(last[split].ids) for split in last):
+        last = in_two(last, enc.eot_token, renderer, counts=counts)
+    write(folder, meta, last, counts=counts, renderer=renderer, enc=enc)
     remove_folder(download_folder)  # before the end is recorded: complete folders are not looked at again
     finish(folder, meta, renderer.noun)
-    progress.counts.note()
+    counts.note()
+
+
+def prepare_downloads(folder: str, meta: Meta, sizes: list[int]) -> None:
+    """Raise UserError if files of these sizes and their shards do not fit on the disk."""
+    most = meta.made_from.get("max_tokens", 0)
+    # shards of whole files take about as many bytes as the files, which are compressed
+    shard_bytes = 2 * (most - meta.tokens) if most else sum(sizes)
+    # three files may be on disk: one is finished, one is being read, one is being downloaded
+    check_disk_space(folder, shard_bytes + 3 * max(sizes))
+    save(folder, meta)  # so that downloaded files can be found again offline
 
 
 def check_disk_space(folder: str, size: int) -> None:
@@ -287,129 +283,60 @@ def check_disk_space(folder: str, size: int) -> None:
 # ----- Rows to tokens -----------------------------------------------------------------------------------
 
 
-class Progress:
-    """Counts of what happened to the rows so far, and a hash of those in the current file."""
+def read_files(renderer: Renderer, files: Iterable[tuple[int, Source]], end: End) -> Iterator[Row]:
+    """Yield the rows after `end`. files: (number, source) of each file."""
+    for number, source in files:
+        needed = renderer.needed if number == 0 else ()
+        rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
+        rows = number_rows(rows, number)
+        if number == end.file:
+            skip_rows(rows, end, source.name)
+        yield from rows
 
-    def __init__(self, end: End, sentences: Sequence[str]):
-        num_left_out = end.counts.get(Counts.LEFT_OUT, 0)  # later rows are read again, and add theirs
-        self.counts = Counts(end.counts, end.unread, sentences[:num_left_out])
-        self.file = end.file
-        self.hash = end.hash
 
-    def add(self, entry: Entry) -> None:
-        if entry.place.file != self.file:
-            self.file = entry.place.file
-            self.hash = 0
-        self.hash = add_hash(self.hash, entry.hash)
-        self.counts.add(entry.content.counts, entry.content.unread)
-        self.counts.add(entry.counts, ())
+def number_rows(rows: Iterable[Row], file: int) -> Iterator[Row]:
+    """Set the fields that tell where a row is, and what its file has up to it."""
+    total = 0
+    for number, row in enumerate(rows):
+        fields = row.values.values() if isinstance(row.values, dict) else [row.values]
+        content = "\n".join(map(str, fields)).encode(
+            "utf-8", "surrogatepass"
+        )  # repr of a long text would be slow
+        total = zlib.crc32(content, total)
+        yield row._replace(file=file, number=number, size=len(content), hash=total)
 
-    def end(self, place: Place, *, documents: int) -> End:
-        return End(
-            file=place.file,
-            row=place.row,
-            hash=self.hash if place.row else 0,
-            documents=documents,
-            counts=dict(self.counts.numbers),
-            unread=dict(self.counts.unread),
+
+def skip_rows(rows: Iterator[Row], end: End, name: str) -> None:
+    """Skip the rows of a file that are in shards. UserError if they have changed."""
+    row_hash = 0
+    for row in itertools.islice(rows, end.row):
+        row_hash = row.hash
+    if row_hash != end.row_hash:
+        raise UserError(
+            f"{name} has changed: its first {end.row:,} rows are in the shards, but they are different now. Restore the"
+            " file, or make the shards again in another folder."
         )
 
 
-def hash_of(value: Any) -> int:
-    """A hash of the content of a row: a text, or any other JSON value."""
-    if not isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False)
-    return zlib.crc32(value.encode("utf-8", "surrogatepass"))
-
-
-def add_hash(total: int, row_hash: int) -> int:
-    return zlib.crc32(row_hash.to_bytes(4, "big"), total)
-
-
-def read_batches(
-    renderer: Renderer, files: Iterable[tuple[int, Source]], end: End
-) -> Iterator[tuple[list[Entry], int]]:
-    """Yield (entries, bytes) for the rows after `end`. files: (number, source) of each file."""
-    for number, source in files:
-        entries = read_entries(renderer, number, source)
-        if number == end.file and end.row:
-            entries = skip_rows(entries, end, source.name)
-        batch = []
-        batch_bytes = 0
-        for entry in entries:
-            batch.append(entry)
-            batch_bytes += entry.content.size
-            if batch_bytes >= BATCH_BYTES:
-                yield batch, batch_bytes
-                batch = []
-                batch_bytes = 0
-        yield batch, batch_bytes
-
-
-def read_entries(renderer: Renderer, number: int, source: Source) -> Iterator[Entry]:
-    needed = renderer.needed if number == 0 else ()
-    rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
-    for row_number, row in enumerate(rows):
-        content = renderer.read(row)
-        if isinstance(content.value, Unusable):
-            unusable = content.value._replace(values=row.values)
-            content = content._replace(value=unusable, size=len(repr(row.values)))
-        yield Entry(Place(number, row_number), row.place, content)
-
-
-def skip_rows(entries: Iterator[Entry], end: End, name: str) -> Iterator[Entry]:
-    """The entries of a file after the rows that are in shards. UserError if those rows have changed."""
-    num_rows = 0
-    total = 0
-    for entry in itertools.islice(entries, end.row):
-        num_rows += 1
-        total = add_hash(total, entry_hash(entry))
-    following = next(entries, None)  # there was one before
-    if total == end.hash and following:
-        return itertools.chain([following], entries)
-    found = "they are different now" if following else f"it has only {num_rows:,} rows now"
-    raise UserError(
-        f"{name} has changed: its first {end.row:,} rows are in the shards, but {found}. Restore the file, or make the"
-        " shards again in another folder."
-    )
-
-
-def entry_hash(entry: Entry) -> int:
-    value = entry.content.value
-    return hash_of(value.reason if isinstance(value, Unusable) else value)
-
-
-def encode_all(
-    renderer: Renderer,
-    enc: tiktoken.Encoding,
-    batches: Iterator[tuple[list[Entry], int]],
-    *,
-    num_threads: int,
-) -> Generator[list[Entry], None, None]:
-    """Yield the batches in order, tokenized in `num_threads` threads.
+def render_all(
+    renderer: Renderer, enc: tiktoken.Encoding, rows: Iterator[Row], *, num_threads: int
+) -> Generator[tuple[Row, Rendered], None, None]:
+    """Yield (row, what it became) in order. Batches of rows are rendered in `num_threads` threads.
 
     This thread reads the files. tiktoken releases the GIL, so the others tokenize at the same time.
     """
     worker = threading.local()
     failures = []
 
-    def encode(batch: list[Entry]) -> list[Entry]:
+    def render(batch: list[Row]) -> Iterable[tuple[Row, Rendered]]:
         if not hasattr(worker, "enc"):
             # subtle: each thread gets a copy, because sharing one costs a tenth more CPU time
             worker.enc = tokenizers.copy_encoding(enc, enc.name, enc._special_tokens)
-        values = [entry.content.value for entry in batch if not isinstance(entry.content.value, Unusable)]
-        results = iter(renderer.encode(worker.enc, values))
-        for entry in batch:
-            entry.hash = entry_hash(entry)
-            if isinstance(entry.content.value, Unusable):
-                entry.tokens = entry.content.value
-            else:
-                entry.tokens, entry.counts = next(results)
-        return batch
+        return zip(batch, renderer.render(worker.enc, batch))
 
     def until_failure():
         try:
-            yield from batches
+            yield from rows
         except (UserError, OSError) as error:  # in a file: the rows before it still go into shards
             failures.append(error)
 
@@ -417,95 +344,69 @@ def encode_all(
     pending: collections.deque[tuple[int, Future]] = collections.deque()
     waiting = 0
     try:
-        for batch, num_bytes in until_failure():
-            pending.append((num_bytes, executor.submit(encode, batch)))
+        for batch, num_bytes in batches_of(until_failure()):
+            pending.append((num_bytes, executor.submit(render, batch)))
             waiting += num_bytes
             while waiting >= QUEUE_BYTES:
                 num_bytes, future = pending.popleft()
                 waiting -= num_bytes
-                yield future.result()
+                yield from future.result()
         while pending:
             _, future = pending.popleft()
-            yield future.result()
+            yield from future.result()
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
     if failures:
         raise failures[0]
 
 
-def usable(
-    encoded: Iterable[list[Entry]], progress: Progress, names: Sequence[str], *, most: int, bar: tqdm
-) -> Iterator[tuple[Place, Tokens]]:
-    """Yield the usable rows until there are `most` tokens (0: no limit), and advance the bar.
-
-    When a row is yielded, `progress` covers all rows before it.
-    """
-    num_tokens = bar.n
-    for entry in itertools.chain.from_iterable(encoded):
-        name = names[entry.place.file]
-        if isinstance(entry.tokens, Unusable):
-            progress.counts.leave_out(entry.words, name, entry.tokens)
-            progress.add(entry)
-            continue
-        yield entry.place, entry.tokens
-        progress.add(entry)
-        length = len(entry.tokens.ids)
-        bar.set_postfix_str(f"file {entry.place.file + 1} of {len(names)}", refresh=False)
-        bar.update(length)
-        num_tokens += length
-        if most and num_tokens >= most:
-            return
+def batches_of(rows: Iterable[Row]) -> Iterator[tuple[list[Row], int]]:
+    """Yield (rows, bytes) with at least BATCH_BYTES in each batch but the last."""
+    batch = []
+    num_bytes = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += row.size
+        if num_bytes >= BATCH_BYTES:
+            yield batch, num_bytes
+            batch = []
+            num_bytes = 0
+    yield batch, num_bytes
 
 
 # ----- Splits and shards --------------------------------------------------------------------------------
 
 
-def is_validation(place: Place, every: int) -> bool:
-    """Whether a row is for validation. One in `every` is, at a pseudorandom place among the first eleven of them.
+def split_for(row: Row, meta: Meta) -> str:
+    """The split of a row. One in `validation_every` is for validation, at a pseudorandom place among the first eleven.
 
-    The file's number and the row's number are added, so that files with a single row are sampled as well.
+    0: the first run of rows is for validation. The file's number and the row's number are added, so that files with a
+    single row are sampled as well.
     """
-    group, number = divmod(place.file + place.row, every)
-    return number == zlib.crc32(b"%d" % group) % VALIDATE_EVERY
+    if not meta.validation_every:
+        return "train" if meta.shards else "val"
+    group, number = divmod(row.file + row.number, meta.validation_every)
+    return "val" if number == zlib.crc32(b"%d" % group) % VALIDATE_EVERY else "train"
 
 
-class Part:
-    """The rows for one split in a run of rows."""
+class Run:
+    """A run of rows, which becomes a shard for each split."""
 
     def __init__(self):
-        self.ids = bytearray()  # of uint16
-        self.mask = bytearray()
+        self.ids = {"val": array.array("H"), "train": array.array("H")}
+        self.masks = {"val": array.array("B"), "train": array.array("B")}
 
-    def add(self, tokens: Tokens) -> None:
-        self.ids.extend(tokens.ids.data)
-        if tokens.mask is not None:
-            self.mask.extend(tokens.mask.data)
+    def is_full(self, split: str, tokens: Tokens, size: int) -> bool:
+        """Whether a row does not fit into a shard of `size` tokens. A longer row is a shard by itself."""
+        length = len(self.ids[split])
+        return length > 0 and length + len(tokens.ids) > size
 
-    def tokens(self) -> Tokens:
-        mask = np.frombuffer(self.mask, np.uint8) if self.mask else None
-        return Tokens(np.frombuffer(self.ids, np.uint16), mask)
+    def add(self, split: str, tokens: Tokens) -> None:
+        self.ids[split].frombytes(tokens.ids.tobytes())
+        self.masks[split].frombytes(tokens.mask.tobytes())
 
-
-def cut(
-    rows: Iterable[tuple[Place, Tokens]], size: int, *, every: int, is_first: bool
-) -> Iterator[tuple[dict[str, Tokens], Place | None]]:
-    """Cut rows into runs of at most `size` tokens per split. Only a single longer row makes a longer run.
-
-    Yields ({split: tokens}, the place where the next run begins, or None after the last).
-    every: as in `is_validation`; 0: the first run is for validation, the rest for training. With a size of 4, rows of
-    3, 5 and 1 tokens become aaa | bbbbb | c
-    """
-    parts = {"val": Part(), "train": Part()}
-    for place, tokens in rows:
-        for_validation = is_validation(place, every) if every else is_first
-        part = parts["val" if for_validation else "train"]
-        if part.ids and len(part.ids) // 2 + len(tokens.ids) > size:
-            yield {split: part.tokens() for split, part in parts.items()}, place
-            parts = {"val": Part(), "train": Part()}
-            is_first = False
-            part = parts["val" if for_validation and every else "train"]
-        part.add(tokens)
-    yield {split: part.tokens() for split, part in parts.items()}, None
+    def tokens(self) -> dict[str, Tokens]:
+        return {split: Tokens(np.asarray(ids), np.asarray(self.masks[split])) for split, ids in self.ids.items()}
 
 
 def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, *, counts: Counts) -> dict[str, Tokens]:
@@ -523,20 +424,25 @@ def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, *, counts: Co
     if not len(starts) and renderer.masks:
         raise UserError(f"One {renderer.noun} is not enough: another is needed to validate on. Add more.")
     middle = int(min(starts, key=lambda start: abs(start - tenth), default=tenth))
-    halves = [slice_of(whole, slice(None, middle)), slice_of(whole, slice(middle, None))]
+    halves = [
+        Tokens(whole.ids[:middle], whole.mask[:middle]),
+        Tokens(whole.ids[middle:], whole.mask[middle:]),
+    ]
     val, train = sorted(halves, key=lambda tokens: len(tokens.ids))
     return {"val": val, "train": train}
-
-
-def slice_of(tokens: Tokens, part: slice) -> Tokens:
-    return Tokens(tokens.ids[part], None if tokens.mask is None else tokens.mask[part])
 
 
 # ----- Writing ------------------------------------------------------------------------------------------
 
 
 def write(
-    folder: str, meta: Meta, parts: dict[str, Tokens], *, renderer: Renderer, enc: tiktoken.Encoding
+    folder: str,
+    meta: Meta,
+    parts: dict[str, Tokens],
+    *,
+    counts: Counts,
+    renderer: Renderer,
+    enc: tiktoken.Encoding,
 ) -> None:
     """Write a shard for each split that has tokens. Before the first ones, write the tokenizer and meta.json.
 
@@ -556,10 +462,12 @@ def write(
         arranged = renderer.arrange(tokens)
         number = first_numbers[split] + len(meta.lengths(split))
         path = Path(folder, f"{prefix}_{split}_{number:06d}.npy")
-        if arranged.mask is not None:  # before the shard: without a mask, all its tokens would be targets
+        if meta.masks:  # before the shard: without a mask, all its tokens would be targets
             write_array(path.with_suffix(".mask"), arranged.mask)
         write_array(path, arranged.ids)
         meta.shards[path.name] = len(arranged.ids)
+    meta.rows_left_out = counts.numbers[Counts.LEFT_OUT]
+    meta.left_out = counts.sentences
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

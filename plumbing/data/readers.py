@@ -38,6 +38,11 @@ class Row(NamedTuple):
     values: Any  # a dict of columns, a JSON list, or a piece of text; Unusable if it is malformed
     starts: bool = True  # False for a piece of a long text that continues the piece before it
     unread: Sequence[str] = ()  # columns of its table that were not loaded
+    # for preparation.py, which numbers rows
+    file: int = 0
+    number: int = 0  # in its file
+    size: int = 0  # bytes
+    hash: int = 0  # of the rows of its file up to this one
 
 
 class Counts:
@@ -53,7 +58,9 @@ class Counts:
     ):
         self.numbers = collections.Counter(numbers)
         self.unread = collections.Counter(unread)  # how many rows have a value under each key
-        self.sentences = list(sentences)  # about the first three rows that were left out
+        self.sentences = list(sentences)[
+            : self.numbers[self.LEFT_OUT]
+        ]  # about the first three rows that were left out
         self.first: tuple[str, Unusable] | None = None
 
     def leave_out(self, place: str, name: str, unusable: Unusable) -> None:
