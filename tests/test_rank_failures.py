@@ -111,6 +111,8 @@ ALONE = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but it must be a whole number, 1 or more"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', but it must be a whole number, 1 or more"),
         ({"RANK": "0"}, "WORLD_SIZE expe"),
+        ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2, but without torchrun each process would train by itself"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE is 2"),
         (ALONE, "127.0.0.1, 1.* Start all ranks within a minute"),
     ],
 )

@@ -124,6 +124,8 @@ class World:
         return tensor if self.is_master else shared.cpu()
 
 
+# srun and mpirun say in these how many processes they have started, but not where those can meet
+LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 CONNECT_SECONDS = 60  # how long a rank tries to reach the others
 TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wait for each other
 
@@ -196,6 +198,12 @@ def device_of_rank(device: str, world_size: int) -> str:
 
 def setup_distributed(device: str) -> World:
     """Join the process group that torchrun started, or run as a single process. Selects this rank's GPU."""
+    for name in LAUNCHERS:
+        if "RANK" not in os.environ and environment_number(name, 1) > 1:
+            raise UserError(
+                f"{name} is {os.environ[name]}, but without torchrun each process would train by itself. Start one "
+                f"torchrun on each node: OPERATIONS.md has a script for Slurm. For a single process, unset {name}."
+            )
     rank = environment_number("RANK", 0)
     world_size = environment_number("WORLD_SIZE", 1)
     device = device_of_rank(choose_device(device), world_size)
