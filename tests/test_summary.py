@@ -36,7 +36,9 @@ def test_the_account_of_gpt2(tmp_path, monkeypatch):
     all but 1024 * 768, and 12 * 12 * 768 * 1024 for attention; by 312e12 * 0.4 of them in a second.
     """
     monkeypatch.chdir(tmp_path)
-    said = rows_of(refusal_of(train_gpt2.main, "--dry-run", "--data", "none", "--device", "cpu")[1])
+    printed = refusal_of(train_gpt2.main, "--dry-run", "--data", "none", "--device", "cpu")[1]
+    assert "(compute-optimal for this size: 2.5B tokens, " in printed
+    said = rows_of(printed)
     assert said["model"].startswith("124,475,904 parameters on 1 x ")
     assert said["compute"] == "8.5e+18 FLOPs: 19h on an A100, 2.4h on 8, at 40% of their peak"
     assert said["memory"].startswith("2.0 GB for weights, gradients and optimizer")

@@ -70,9 +70,9 @@ def count(number: int, noun: str) -> str:
 
 
 def short(number: float) -> str:
-    """A positive number in at most four characters: 1.234 -> "1.2", 852.1 -> "852", 58234 -> "58K"."""
+    """A positive number in at most four characters: 1.234 -> "1.2", 58234 -> "58K", 2.5e9 -> "2.5B"."""
     unit = ""
-    for larger in "KMGT":
+    for larger in "KMBT":
         if number >= 999.5:
             number, unit = number / 1000, larger
     return f"{number:.0f}{unit}" if number >= 9.95 else f"{number:.1f}{unit}"

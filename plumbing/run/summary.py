@@ -156,7 +156,7 @@ def note_state(optimizers: list[Any]) -> None:
 
 def size(number: float) -> str:
     """2100000 -> "2.1 MB"."""
-    text = short(number)
+    text = short(number).replace("B", "G")
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
