@@ -45,7 +45,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without a network, torch warns that addresses have no names
 path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]  # packages may come from there
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"):  # if they run in a cluster's job
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"):  # torchrun's, and a job's
     os.environ.pop(name, None)
 if (SHARED / "tiktoken_cache").exists():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))

@@ -138,7 +138,7 @@ def test_the_readme_lists_what_lies_at_the_top_level():
     assert sorted(listed) == sorted([*SCRIPTS, *others])
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("records/**/*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("records/**/*.md")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -159,7 +159,7 @@ def anchors(text):
     return names
 
 
-@pytest.mark.parametrize("name", ["README.md", "records/README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "OPERATIONS.md", "records/README.md", "CONTRIBUTING.md"])
 def test_the_heading_that_a_link_names_is_there(name):
     for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", read(name)):
         target = (ROOT / name).parent / link if link else ROOT / name

@@ -1,10 +1,12 @@
-"""Every command of the README and its recipes is run here, made short, or listed with the reason why it can't be."""
+"""Every command of the README, OPERATIONS.md and the recipes is run here, made short, or has a reason why it isn't."""
 
 import dataclasses
 import importlib
 import io
+import os
 import re
 import shlex
+import shutil
 import sys
 
 import contamination
@@ -18,14 +20,16 @@ import tokenizer
 import torch
 import train_gpt2
 from bench import __main__ as bench
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 from corpora import write_parquet
-from harness import ROOT, examples_file, flags, status_of
+from harness import ROOT, elastic_worker, examples_file, flags, run, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RECORDS = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
-RECIPES = RECORDS.partition("## Recipes\n")[2].partition("**Slurm")[0]
-TEXT = README + RECIPES
+OPERATIONS = (ROOT / "OPERATIONS.md").read_text(encoding="utf-8")
+RECIPES = (ROOT / "records" / "README.md").read_text(encoding="utf-8").partition("## Recipes\n")[2]
+TEXT = README + OPERATIONS + RECIPES
 
 # flags that make a command a matter of a second: a later flag overrides an earlier one
 SHORT = flags(
@@ -94,6 +98,20 @@ JOURNEYS = {
         "python train_gpt2.py --sequence-length 2048": [*MY_TEXTS, "--dry-run"],
     },
 }
+TORCHRUN = "torchrun --standalone --nproc-per-node="
+TEXTS = [*MY_TEXTS, "--checkpoint-every", "1"]
+JOURNEYS["an operator of a cluster"] = {
+    TORCHRUN + "8 train_gpt2.py --preset gpt2-xl --shard --dry-run": TEXTS,
+    TORCHRUN + "8 train_gpt2.py": TEXTS,
+    TORCHRUN + "8 train_gpt2.py --preset gpt2-xl --shard": [*TEXTS, "--out-dir", "log/xl"],
+    TORCHRUN + "8 --max-restarts=2 --log-dir=ranks --tee=3 train_gpt2.py": TEXTS,
+    "torchrun --nnodes=2": [*TEXTS, "--out-dir", "log/nodes"],
+}
+JOURNEYS["the same after a kill"] = {
+    TORCHRUN + "4 train_gpt2.py --out-dir log": [],
+    TORCHRUN + "7 train_gpt2.py --branch-from log": [*FOUR_STEPS, "--total-batch-size", "512"],
+}
+JOURNEYS["the same on another machine"] = {"python train_gpt2.py --out-dir moved/log": []}
 NOT_RUN = {
     "python3 -m venv .venv": "installs a Python",
     "pip install": "needs a package index; .ci/run does it for the requirements",
@@ -108,7 +126,6 @@ NOT_RUN = {
     "python smoltalk.py": "needs the hub",
     "python train_gpt2.py --preset chat --init-from log": "is the chat above with a larger model",
     "python fineweb.py": "needs the hub",
-    "torchrun --": "needs several GPUs; test_ranks.py starts some on a CPU",
 }
 PROGRAMS = tuple(f"{name} " for name in "python python3 pip torchrun transformers jupyter curl".split())
 LISTED = set().union(*JOURNEYS.values())
@@ -139,7 +156,7 @@ def entry(command):
 
 
 def test_every_command_is_run_or_has_a_reason():
-    listed = {name for name in LISTED | {*NOT_RUN} if name.startswith(PROGRAMS) or name == "torchrun --"}
+    listed = {name for name in LISTED | {*NOT_RUN} if name.startswith(PROGRAMS)}
     assert {entry(command) for command in commands()} == listed
 
 
@@ -184,11 +201,24 @@ def shape_of(line):
     return " ".join(re.sub(r"\d[\d,.:e-]*", "#", head).split())
 
 
+def torchrun(folder, command, added):
+    """What torchrun does with a command of the text, but with two processes on this machine."""
+    os.chdir(folder)
+    config, _, words = config_from_args(parse_args(command[1:]))
+    here = dict(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    config = dataclasses.replace(config, **here, start_method="fork", monitor_interval=0.1)
+    sys.argv = ["train_gpt2.py", *words[words.index("train_gpt2.py") + 1 :], *added]
+    elastic_launch(config, elastic_worker)(train_gpt2.main, None)
+
+
 @pytest.fixture
 def reader(tmp_path, monkeypatch, capsys):
     """A function that makes a journey in tmp_path, command by command, and returns all that was printed."""
 
     def run_command(command, added):
+        if command.startswith("torchrun"):
+            [said] = run(torchrun, tmp_path, shlex.split(command), added)
+            return said
         _, program, *args = shlex.split(command)
         monkeypatch.setattr(sys, "argv", [program, *args, *added])
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/quit\n"))
@@ -240,14 +270,34 @@ def test_an_operators_commands_run(reader, tmp_path):
     assert (tmp_path / "my_gpt2" / "model.safetensors").exists()
 
 
+@pytest.mark.gpt2
+def test_an_operators_commands_run_on_a_cluster(reader, tmp_path):
+    """With GPUs that are two processes on a CPU."""
+    fineweb_command = ["--input", "docs.txt", *BYTES, "--out-dir", "my_texts"]
+    assert status_of(fineweb.main, fineweb_command) == 0
+    reader("an operator of a cluster")
+    [said] = (tmp_path / "ranks").glob("*/attempt_0/0/stdout.log")
+    assert "Done in " in said.read_text(encoding="utf-8")
+    (tmp_path / "log" / "model_00002.pt").unlink()
+    shutil.copytree(tmp_path / "log", tmp_path / "moved" / "log")
+    assert ", from step 1 to 2" in reader("the same after a kill")
+    shutil.move(tmp_path / "my_texts", tmp_path / "moved")
+    assert ", from step 1 to 2" in reader("the same on another machine")
+
+
 def test_every_flag_that_the_readme_names_is_one_of_a_program():
     """A flag that was renamed does not live on in the README."""
     programs = (bench, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer, plumbing.run.compare)
     options = [train_gpt2.TrainConfig] + [program.Options for program in programs]
-    known = {"--index-url", "--help"}
+    known = {"--index-url", "--help", "--no-compile", "--no-resume"}
     for option in options:
         known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(option)}
-    known |= {*"--standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint".split()}  # torchrun's
+    known |= {
+        *"--standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id".split()
+    }  # torchrun's
+    known |= {*"--max-restarts --shutdown-timeout --log-dir --tee --rdzv-conf --signals-to-handle".split()}
+    known |= {*"--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --time".split()}  # Slurm's
+    known |= {*"--requeue --open-mode --signal".split()}
     known |= {*"--model --model_args --tasks --batch_size".split()}  # lm_eval's
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", TEXT))
     assert named - known == set()
