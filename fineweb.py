@@ -205,18 +205,20 @@ def main(args: list[str] | None = None) -> None:
 def training_command(folder: str, train: list[int], val: list[int]) -> list[Any] | None:
     """The command that trains on shards of these lengths; None if they are too short.
 
-    With a GPU and at least 100M tokens it trains GPT-2, and otherwise the quickstart's small model.
+    With a GPU and at least 100M tokens it trains GPT-2, in one pass, and otherwise the quickstart's small model.
     """
     # looks for the GPU's tools, because importing torch takes seconds
     has_gpu = any(map(shutil.which, ("nvidia-smi", "rocm-smi")))
     if has_gpu and sum(train) >= 10**8:  # enough to be worth training GPT-2 on
-        # one pass over the data, unless that is as long as the preset
-        return preparation.training_command("gpt2", folder, train, T=1024, passes=1)
+        return preparation.training_command("gpt2", folder, ("--passes", 1))
     longest = min(max(split, default=0) for split in (train, val))
     T = min(128, longest - 1)
     if T <= 0:
         return None
-    return preparation.training_command("quickstart", folder, train, T=T)
+    groups = []
+    if T < 128 or sum(train) < 2**17:  # too few for the preset's own
+        groups = preparation.batch_flags(train, T, most=2**11)
+    return preparation.training_command("quickstart", folder, *groups)
 
 
 if __name__ == "__main__":

@@ -375,15 +375,13 @@ def prepare(options: Options) -> str:
         meta.dataset = "conversations"
     conversations = Conversations(enc, max_length)
     meta = preparation.make_shards(folder, meta, conversations, enc=enc, sources=sources, options=options)
-    command = preparation.training_command(
-        "chat" if is_large else "quickstart",  # the learning rate of chat is too low for a smaller model
-        folder,
-        meta.lengths("train"),
-        T=max_length,
-        passes=3,
-        start=options.init_from or "log",
-    )
-    console.print_next(command)
+    preset = "chat" if is_large else "quickstart"  # the learning rate of chat is too low for a smaller model
+    lengths = meta.lengths("train")
+    groups = [("--init-from", options.init_from or "log")]
+    groups += preparation.batch_flags(lengths, max_length, most=2**17 if is_large else 2**11)
+    if is_large and sum(lengths) < 10**8:  # three passes over more would take days
+        groups.append(("--passes", 3))
+    console.print_next(preparation.training_command(preset, folder, *groups))
     return folder
 
 

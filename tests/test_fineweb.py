@@ -202,7 +202,6 @@ def test_the_folder_is_named_after_the_first_file(name, capsys):
     [
         (None, [10**8], "--preset quickstart --data x --out-dir log/x"),  # it was that of a GPT-2 of 124M
         ("here", [10**8] * 10, "--preset gpt2 --data x --out-dir log/x --passes 1"),
-        ("here", [10**8] * 99, "--preset gpt2 --data x --out-dir log/x"),
         # 128 tokens and their targets are cut from each of these shards
         ("", [200] * 19, "--preset quickstart --data x --out-dir log/x --sequence-length 128 --total-batch-size 256"),
     ],
@@ -211,16 +210,6 @@ def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, 
     monkeypatch.setattr(shutil, "which", lambda name: gpu)
     command = fineweb.training_command("x", lengths, [10**5])
     assert " ".join(str(word) for group in command[2:] for word in group) == words
-
-
-@pytest.mark.parametrize("name", preparation.PRESETS)
-def test_what_comes_next_knows_the_presets_of_the_trainer(name):
-    suited = preparation.PRESETS[name]
-    preset = train_gpt2.PRESETS[name]
-    assert preset.sequence_length == suited.sequence_length
-    assert preset.total_batch_size == suited.batch_tokens
-    assert suited.least_steps <= preset.max_steps
-    assert 0.9 * preset.max_steps < suited.most_steps or name == "quickstart"
 
 
 # ----- Cores and memory ---------------------------------------------------------------------------------

@@ -534,40 +534,15 @@ def finish(folder: str, meta: Meta, noun: str) -> None:
 # ----- The next command ---------------------------------------------------------------------------------
 
 
-class Preset(NamedTuple):
-    """The facts about a preset of train_gpt2.py that its command depends on."""
-
-    sequence_length: int
-    batch_tokens: int  # in a step
-    least_steps: int  # passes are given only if they take more steps than this, and fewer than the next
-    most_steps: int
+def training_command(preset: str, folder: str, *groups: tuple[str, Any]) -> list[Any]:
+    """The command to train with a preset on the shards in a folder. groups: more flags with their values."""
+    out_dir = f"log/{os.path.basename(os.path.abspath(folder))}"
+    return ["python", "train_gpt2.py", ("--preset", preset), ("--data", folder), ("--out-dir", out_dir), *groups]
 
 
-PRESETS = {
-    "gpt2": Preset(sequence_length=1024, batch_tokens=2**19, least_steps=0, most_steps=18_000),
-    "quickstart": Preset(sequence_length=128, batch_tokens=2**11, least_steps=400, most_steps=3000),
-    "chat": Preset(sequence_length=1024, batch_tokens=2**17, least_steps=0, most_steps=3000),
-}
-
-
-def training_command(
-    name: str, folder: str, lengths: list[int], *, T: int, passes: int = 0, start: str = ""
-) -> list[Any]:
-    """The command to train with a preset on shards of these lengths, in sequences of T tokens, from the model `start`.
-
-    It has --passes if that number of steps suits the preset; otherwise it leaves the steps to the preset. A step may
-    have fewer tokens than the preset's, so that a pass takes at least 8 steps.
-    """
-    preset = PRESETS[name]
+def batch_flags(lengths: list[int], T: int, *, most: int) -> list[tuple[str, int]]:
+    """Flags for sequences of T tokens, in steps of at most `most` tokens. A pass takes at least 8 steps."""
     windows = sum((length - 1) // T for length in lengths)
-    batch = max(1, min(preset.batch_tokens // T, windows // 8))
+    batch = max(1, min(most // T, windows // 8))
     batch = 2 ** (batch.bit_length() - 1)
-    command = ["python", "train_gpt2.py", ("--preset", name), ("--data", folder)]
-    command.append(("--out-dir", f"log/{os.path.basename(os.path.abspath(folder))}"))
-    if start:
-        command.append(("--init-from", start))
-    if (T, batch * T) != (preset.sequence_length, preset.batch_tokens):
-        command += [("--sequence-length", T), ("--total-batch-size", batch * T)]
-    if preset.least_steps < passes * windows // batch < preset.most_steps:
-        command.append(("--passes", passes))
-    return command
+    return [("--sequence-length", T), ("--total-batch-size", batch * T)]
