@@ -18,7 +18,7 @@ PROGRAM = (*SCRIPTS, "plumbing/**/*.py", "bench/*.py")
 OPTIONAL = {
     "model",  # bench/ imports model.py of a checkout that the user names
     "wandb",  # for --wandb, which says what to install; nothing else imports it
-    "yaml",  # huggingface_hub brings it; a test reads the model card with it
+    "yaml",  # huggingface_hub brings it; a test reads the workflows with it
     "openai",  # a test talks to transformers' server as a client would, and skips without it
 }
 

@@ -1,12 +1,12 @@
 """GPT-2's file formats: reads and writes Hugging Face's, and reads checkpoints of nanoGPT and build-nanogpt.
 
-transformers, vLLM and lm-evaluation-harness read the folders that this module writes. GPT has the parameter names of
-GPT2LMHeadModel, but pads its vocabulary, and stores a block's four matrices as (out, in) instead of Conv1D's (in, out).
+transformers, vLLM, mlx-lm and lm-evaluation-harness read the folders that this module writes. GPT has the parameter
+names of GPT2LMHeadModel, but pads its vocabulary, and stores a block's four matrices as (out, in) instead of Conv1D's
+(in, out).
 llama.cpp only converts models with GPT-2's tokenizer, because it recognizes tokenizers by a fixed list.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -24,6 +24,7 @@ from torch import Tensor
 from plumbing.cli.console import UserError, first_line
 from plumbing.data import tokenizers
 from plumbing.files import Name, atomic_write, free_name, read_json, remove_folder
+from plumbing.run.model_card import make_card
 from plumbing.system.devices import exact_matmuls
 
 Weights = dict[str, Tensor]  # a state dict
@@ -192,19 +193,18 @@ def load_tokenizer(name_or_directory: Name, settings: dict[str, int]) -> tiktoke
     return tokenizers.get_encoding("gpt2")
 
 
-def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1, make_card: Any = None) -> None:
+def export_huggingface(model: Any, enc: Any, directory: Path, *, run_folder: Path | None = None) -> None:
     """Write a GPT-2 and its tokenizer to `directory`. An existing folder is moved aside, to `directory`.1.
 
     The padding of the vocabulary is dropped; every other weight is exported bit for bit. A chat model also gets its
-    chat template, and stops after its turn. make_card(folder) returns the text of README.md, "" for none. If the model
-    is not a GPT-2, this raises UserError and writes nothing.
+    chat template, and stops after its turn. run_folder: the run that README.md describes. If the model is not a GPT-2,
+    this raises UserError and writes nothing.
     """
     from safetensors.torch import save
 
     part = directory.with_name(f".{directory.name}.part")
-    weights = model.state_dict()
     contents = export_files(vars(model.config), enc)
-    contents["model.safetensors"] = save(export_weights(weights, enc), metadata_of(weights, step))
+    contents["model.safetensors"] = save(export_weights(model.state_dict(), enc), {"format": "pt"})
     remove_folder(part)  # a killed process may have left it
     try:
         part.mkdir(parents=True)
@@ -213,8 +213,7 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
                 file.write(content)
         tokenizers.write_encoding(enc, part / "tokenizer.tiktoken")
         check_export(model, enc, part)
-        card = make_card(part) if make_card else ""
-        if card:
+        if card := run_folder and make_card(part, run_folder):
             with atomic_write(part / "README.md") as file:
                 file.write(card.encode())
         if os.path.lexists(directory):
@@ -226,17 +225,18 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, step: int = -1,
 
 
 def export_weights(weights: dict[str, Any], enc: tiktoken.Encoding) -> Weights:
-    """The state dict that is exported for a GPT-2 with this state dict and tokenizer."""
-    for name, value in weights.items():
-        if not isinstance(value, torch.Tensor):  # get_extra_state may return anything
-            raise UserError(f"The model is no longer a GPT-2: it has state that is not a tensor, {name}.")
+    """The state dict that is exported for a GPT-2 with this state dict and tokenizer, in the names of OpenAI's file."""
     exported = {}
     for name, weight in transposed(weights).items():
-        exported[name] = (
-            weight.cpu().clone().contiguous()
-        )  # a safetensors file cannot have tensors that share memory
-    if "transformer.wte.weight" in exported and "lm_head.weight" in exported:
-        exported["transformer.wte.weight"] = exported.pop("lm_head.weight")[: enc.n_vocab].clone()
+        if not isinstance(weight, torch.Tensor):  # get_extra_state may return anything
+            raise UserError(f"The model is no longer a GPT-2: it has state that is not a tensor, {name}.")
+        if name in ("transformer.wte.weight", "lm_head.weight"):
+            weight = weight[: enc.n_vocab]
+        # copied, because a safetensors file cannot have tensors that share memory
+        exported[name.removeprefix("transformer.")] = weight.cpu().clone().contiguous()
+    head = exported.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, exported.get("wte.weight", head)):
+        raise UserError("The model is no longer a GPT-2: its output layer is not its embedding.")
     return exported
 
 
@@ -270,14 +270,13 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
 def text_to_compare(enc: tiktoken.Encoding) -> Tensor:
     """Ids (n,) of a text that reveals a changed model, even one that depends on line ends, digits or neighbors.
 
-    It has the paragraphs of this file, each after a special token; every pair of letters, digits, spaces and line ends;
-    every byte; and every special token.
+    It has the paragraphs of this file, each after a special token; every pair of ASCII's printable characters; up to 31
+    blanks in a row; every byte; and every special token.
     """
-    characters = string.digits + string.ascii_letters + " \n"
-    # aa ab ac: the a is before and after each of the others
-    pairs = itertools.combinations_with_replacement(characters, 2)
+    # 00 01 02: the 0 is before and after each of the others
+    pairs = itertools.combinations_with_replacement(string.printable, 2)
     paragraphs = Path(__file__).read_text(encoding="utf-8").split("\n\n")
-    paragraphs.append("".join(map("".join, pairs)))
+    paragraphs += ["".join(map("".join, pairs)), "x".join(" " * n for n in range(32))]
     special_ids = sorted(enc._special_tokens.values())
     ids = []
     for special_id, paragraph in zip(itertools.cycle(special_ids), paragraphs):
@@ -286,25 +285,17 @@ def text_to_compare(enc: tiktoken.Encoding) -> Tensor:
     return torch.tensor(ids + special_ids)
 
 
-def metadata_of(weights: Weights, step: int) -> dict[str, str]:
-    """The metadata of exported weights: the number of updates, and a hash of some weights to identify the run."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        entries = weights[name].flatten()
-        some = entries[:: len(entries) // 64 + 1].cpu().numpy()
-        digest.update(name.encode() + some.tobytes())
-    return {"format": "pt", "step": str(step), "weights": digest.hexdigest()}  # transformers requires the format
-
-
-def is_export_of(directory: Path, weights: Weights, step: int) -> bool:
-    """Whether `directory` has the export of a model with this state dict after `step` updates."""
-    from safetensors import SafetensorError, safe_open
+def is_export_of(directory: Path, weights: Weights, enc: tiktoken.Encoding) -> bool:
+    """Whether `directory` has the export of a model with this state dict and tokenizer."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        with safe_open(directory / "model.safetensors", "pt") as file:  # an error if the file is cut short
-            return file.metadata() == metadata_of(weights, step)
-    except (OSError, SafetensorError):
+        found = load_file(directory / "model.safetensors")
+        expected = export_weights(weights, enc)
+    except (OSError, SafetensorError, UserError):
         return False
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def export_files(shape: dict[str, Any], enc: tiktoken.Encoding) -> dict[str, bytes]:

@@ -111,7 +111,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
         for line in block.splitlines():
             name, _, text = line.partition(": ")
             with contextlib.suppress(ValueError, RecursionError):  # people may have edited it
-                value = json.loads(text) if name in DICTS else plain(text)
+                value = json.loads(text) if name in DICTS else plain(text, 2000)
                 if isinstance(value, dict) == (name in DICTS):
                     fields[name] = value
         starts.append(fields)

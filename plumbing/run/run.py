@@ -33,7 +33,6 @@ from plumbing.run.checkpoint import CheckpointWriter, training_state
 from plumbing.run.commands import print_next_command, training_command
 from plumbing.run.folder import keep_samples_before, prepare_folder
 from plumbing.run.huggingface import export_huggingface
-from plumbing.run.model_card import make_card
 from plumbing.run.signals import Signals
 from plumbing.run.summary import note_state, print_summary
 from plumbing.run.wandb_log import WandbLog
@@ -170,7 +169,6 @@ class Run:
         self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
-        self.sample = ""
         self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.torchrun_id()}
         self.started = self.first_step_ended = time.perf_counter()
         self.step_printed = -math.inf  # when the console last showed a step
@@ -220,8 +218,7 @@ class Run:
                 self.files.writer.submit(checkpoints.BEST, best | self.metadata)
 
     def log_samples(self, step: int, texts: list[str]) -> None:
-        """Print samples in lines of 80 columns, and add them to samples.txt. The model card shows the last one."""
-        self.sample = texts[-1]
+        """Print samples in lines of 80 columns, and add them to samples.txt."""
         first = f"step {step:5d} | sample | "
         wrapper = textwrap.TextWrapper(
             80, first, " " * len(first), drop_whitespace=False, break_on_hyphens=False
@@ -340,7 +337,7 @@ class Run:
             raw_model = self.parts.raw_model
             if weights:
                 raw_model = models.from_state(class_of(raw_model), self.config.model_config, weights)
-            export(self.out_dir, step, raw_model, enc=self.parts.enc, sample=self.sample)
+            export(self.out_dir, raw_model, self.parts.enc)
         took = duration(time.perf_counter() - self.started)
         if self.world.device.type == "cuda":
             took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
@@ -386,13 +383,12 @@ def checked_scalars(scalars: dict[str, Any]) -> dict[str, float]:
     return floats
 
 
-def export(out_dir: Path, step: int, raw_model: Any, *, enc: Any, sample: str = "") -> None:
+def export(out_dir: Path, raw_model: Any, enc: Any) -> None:
     """Write hf/ if the model is a GPT-2. If the export fails, a note says why, and the run ends as usual."""
     hf = out_dir / "hf"
     print(f"Exporting the model to {hf}.", flush=True)
-    card = functools.partial(make_card, run_folder=out_dir, sample=sample)
     try:
-        export_huggingface(raw_model.eval(), enc, hf, step=step, make_card=card)
+        export_huggingface(raw_model.eval(), enc, hf, run_folder=out_dir)
     except Exception as error:  # in a large package, say, or because the model was changed
         # a full disk or GPU: running the same command again repeats the export
         if isinstance(error.__cause__ or error, OSError) or is_out_of_memory(error):

@@ -444,9 +444,9 @@ def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
     source_code.check_code(saved["code"], type(config), config.out_dir, goes_on=True)
     print(f"The run in {out_dir} is finished after {step} steps.")
     has_same_code = source_code.is_same(saved["code"], type(config))
-    if has_same_code and not config.dry_run and not is_export_of(out_dir / "hf", saved["model"], step):
+    if has_same_code and not config.dry_run and not is_export_of(out_dir / "hf", saved["model"], enc):
         model = models.from_state(model_class, config.model_config, saved["model"])
-        export(out_dir, step, model, enc=enc)
+        export(out_dir, model, enc)
     model_path = out_dir / "hf"
     if not model_path.exists():
         model_path = checkpoints.list_checkpoints(out_dir)[-1]
