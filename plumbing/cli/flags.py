@@ -295,7 +295,8 @@ def flag_of(name):
 
 
 def check(options: Any, complaints: Iterable[str] = ()) -> None:
-    """Raise one UserError that lists all `complaints` and all numbers that are out of range, infinite or nan.
+    """Raise one UserError that lists all `complaints`, all numbers that are out of range, infinite or nan, and all
+    values that other code has and a field's choices lack.
 
     Numbers must be 0 or more, and above 0 if the field is Positive. A field's default is always valid; if it is
     negative, other negative numbers are valid as well.
@@ -309,14 +310,23 @@ def check(options: Any, complaints: Iterable[str] = ()) -> None:
 
 
 def range_errors(options: Any) -> Iterator[tuple[str, Any, str]]:
-    """(flag, value, a sentence) for each number that is out of its range."""
+    """(flag, value, a sentence) for each value that its field does not have."""
     for field in dataclasses.fields(options):
         value: Any = getattr(options, field.name)
         default: Any = field.default
+        flag = flag_of(field.name)
+        kind, notes = kind_of(field)
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            choices = ", ".join(map(str, get_args(kind)))
+            yield (
+                flag,
+                value,
+                f"{flag} is {value!r}, but this program has only {choices}. Use the code that it is from.",
+            )
         if type(value) not in (int, float) or value == default:
             continue
         least, range_name = 0, "0 or more"
-        if ABOVE_0 in kind_of(field)[1]:
+        if ABOVE_0 in notes:
             least, range_name = sys.float_info.min, "above 0"
             if isinstance(value, int):
                 range_name = "1 or more"
@@ -325,5 +335,4 @@ def range_errors(options: Any) -> Iterator[tuple[str, Any, str]]:
         if not value < LIMIT:
             range_name += f" and below {LIMIT:g}"
         if not least <= value < LIMIT:
-            flag = flag_of(field.name)
             yield flag, value, f"{flag} is {value}, but it must be {range_name}."
