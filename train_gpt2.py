@@ -935,7 +935,7 @@ def complaints(
         width = max(1, round(c.n_embd / c.n_head)) * c.n_head
         yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
     if c.sequence_length > c.block_size:
-        yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Change one of them."
+        yield f"--sequence-length {c.sequence_length} is above --block-size. Use {c.block_size}, or another model."
     folders = {os.path.realpath(folder) for folder in c.data}
     if len(folders) < len(c.data):
         yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and set shares with --data-weights."

@@ -406,7 +406,7 @@ def test_the_refusal_of_other_settings_names_the_flags_with_which_they_are_train
     shutil.copytree(parent, "out")
     command = tiny_flags(out_dir="out", **dict(data=folder) | OPTIONS | typed)
     line = refused(train_gpt2.main, *command)
-    added = shlex.split(line.rpartition(": add ")[2].partition(", or")[0])
+    added = shlex.split(line.rpartition(", add ")[2].rstrip("."))
     assert status_of(train_gpt2.main, [*command, *added]) == 0
     assert Path("NEW", "log.txt").exists()
 

@@ -140,6 +140,7 @@ def test_a_word_too_many_is_answered_with_what_the_program_takes(program, words,
     [
         ("--lerning-rate 3", "Did you mean --max-lr?"),
         ("--eval-only", "Use --max-steps 0."),
+        ("--no-hellaswag", "Use --hellaswag-every 0."),
         ("lr=3e-4", "The argument 'lr=3e-4' was not expected. Use --max-lr."),
         ("quickstart", "Use --preset quickstart."),
         ("config/train_shakespeare_char.py", "Use --preset, which names a set of flags"),

@@ -194,6 +194,7 @@ def test_a_changed_flag_is_refused_with_advice_to_continue_only_an_unfinished_ru
     assert "has a run" in unfinished and "Leave these flags out to continue it" in unfinished
     finished = refused(train_gpt2.main, *tiny_flags(folder, straight, **options))
     assert "has a finished run" in finished and "continue" not in finished
+    assert "Start what you typed in another --out-dir" in finished
 
 
 @pytest.mark.gpt2

@@ -102,6 +102,8 @@ def read_flags(
 # the trainer's flags, and the names that nanoGPT, llm.c, transformers and others give to the same settings
 OTHER_TRAINERS = {
     "--data": "dataset dataset-name data-dir data-path input-bin",
+    "--shard": "fsdp",
+    "--hellaswag-every 0": "no-hellaswag",
     "--init-from": "model model-name-or-path checkpoint",
     "To continue a run, repeat its command; --branch-from does so in a new folder.": "resume-from-checkpoint",
     "--dtype": "bf16 fp16 fp32",

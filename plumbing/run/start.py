@@ -239,20 +239,16 @@ def refuse_another_recipe(own: Checkpoint, config: Any, changed: dict[str, tuple
     """Raise UserError: the run in out_dir has another recipe than the command. changed: {setting: (then, now)}."""
     step = own["step"]
     told = ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in changed.items())
-    # a branch keeps the shapes of the weights, and ends after the step that it starts from
-    keeps_shapes = changed.keys().isdisjoint(vars(config.model_config))
-    flag = "--branch-from" if keeps_shapes and config.max_steps > step else "--init-from"
-    another = f"another run from its weights at step {step}: add {flag} {quote(config.out_dir)} --out-dir NEW"
-    if changed.keys() & {"branch_from", "init_from"}:
-        another = "what you typed in another --out-dir"
-    kind = "run"
-    advice = f"Leave these flags out to continue it, start {another}"
-    if own["finished"]:
-        kind = "finished run"
-        advice = f"Start {another}"
-    raise UserError(
-        f"{config.out_dir} has a {kind} with other settings ({told}). {advice}, or add --no-resume to move it aside."
-    )
+    kind = "finished run" if own["finished"] else "run"
+    advice = "Start what you typed in another --out-dir, or add --no-resume to move this run aside."
+    if not own["finished"]:
+        advice = f"Leave these flags out to continue it. {advice}"
+    if changed.keys().isdisjoint(("branch_from", "init_from")):
+        # a branch keeps the shapes of the weights, and ends after the step that it starts from
+        keeps_shapes = changed.keys().isdisjoint(vars(config.model_config))
+        flag = "--branch-from" if keeps_shapes and config.max_steps > step else "--init-from"
+        advice += f" To go on from its weights at step {step}, add {flag} {quote(config.out_dir)} --out-dir NEW."
+    raise UserError(f"{config.out_dir} has a {kind} with other settings ({told}). {advice}")
 
 
 def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Request, *, source: str) -> None:
@@ -294,7 +290,7 @@ def complaints_here(c: Any, world: World) -> Iterator[str]:
     if smallest > 0 and total > 0 and total % smallest:
         advice = "Try"
         if total % T == 0:
-            advice = f"Use a number of ranks that divides {total // T}, or try"
+            advice = f"Use a number of ranks that divides {total // T} or, in a new run or a branch,"
         yield (
             f"--total-batch-size {total} is not a multiple of {smallest} (--sequence-length {T} x {world.size} "
             f"ranks). {advice} --total-batch-size {max(1, round(total / smallest)) * smallest}."
