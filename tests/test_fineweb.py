@@ -336,12 +336,24 @@ CHANGES = {
 def test_a_file_whose_rows_in_shards_have_changed_is_named(path, change):
     """Rows were missing or there twice, and the shards said to be complete."""
     lines = damage_line(path, 50)
-    row = list(read_meta("out")["ends"].values())[-1]["row"]
     write_lines(path, CHANGES[change](lines))
     before = listing("out")
-    with pytest.raises(UserError, match=f"a.jsonl has changed: its first {row} rows are in the shards, but they are"):
+    with pytest.raises(UserError, match="a.jsonl has changed: rows of it are in the shards, but they are"):
         make_small(path)
     assert listing("out") == before
+
+
+def test_a_file_that_changed_behind_its_beginning_is_named(path, capsys):
+    """It had been read to its end: the shards were of two versions. Complete ones say that it was not read again."""
+    other = write_texts("b.jsonl", TEXTS)
+    folder = make_here(path, other, shard_size=5000)
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + content[4096:].replace(b"the", b"her"))
+    make_here(path, other, shard_size=5000)
+    assert "The input was not read again" in capsys.readouterr().out
+    change_meta(folder, complete=False)
+    with pytest.raises(UserError, match="a.jsonl has changed: rows of it"):
+        make_here(path, other, shard_size=5000)
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,8 @@ def make_shards(
                 write_shards(folder, meta, renderer, enc=enc, sources=sources, options=options)
                 return meta
     print(f"{console.plain(folder)} is complete: {meta.tokens:,} tokens in {len(meta.shards)} shards")
+    if options.input:
+        print("The input was not read again: names, sizes and the first 4 KB of its files are the same.")
     return meta
 
 
@@ -216,14 +218,14 @@ def write_shards(
     if sources[0].repo:
         prepare_downloads(folder, meta, [source.size for source in sources])
     download_folder = os.path.join(folder, ".download")
+    first = end.file if sources[0].repo else 0  # files on the hub stay as they are
     # with a limit, the next file may not be needed
-    files = downloads.fetch_all(sources, download_folder, first=end.file, ahead=not most)
-    rows = read_files(renderer, files, end)
+    files = downloads.fetch_all(sources, download_folder, first=first, ahead=not most)
+    rows = read_files(renderer, files, end, meta.hashes)
     num_threads = min(options.num_proc or num_cores(), MAX_THREADS)
     title = console.plain(folder)
     bar = tqdm(total=most or None, initial=meta.tokens, unit="tok", unit_scale=True, desc=title, delay=0.5)
     run = Run()
-    hashes = {end.file: end.row_hash}  # of the rows of each file so far
     with bar, contextlib.closing(render_all(renderer, enc, rows, num_threads=num_threads)) as rendered:
         for row, (tokens, happened, unread) in rendered:
             if isinstance(tokens, Unusable):
@@ -234,7 +236,7 @@ def write_shards(
                     end = End(
                         file=row.file,
                         row=row.number,
-                        row_hash=hashes.get(row.file, 0),
+                        row_hash=meta.hashes.get(str(row.file), 0),
                         documents=meta.documents,
                         counts=dict(counts.numbers),
                         unread=dict(counts.unread),
@@ -248,7 +250,7 @@ def write_shards(
                 bar.set_postfix_str(f"file {row.file + 1} of {len(sources)}", refresh=False)
                 bar.update(len(tokens.ids))
             counts.add(happened, unread)
-            hashes[row.file] = row.hash
+            meta.hashes[str(row.file)] = row.hash
             if most and bar.n >= most:
                 break
     last = run.tokens()
@@ -283,14 +285,23 @@ def check_disk_space(folder: str, size: int) -> None:
 # ----- Rows to tokens -----------------------------------------------------------------------------------
 
 
-def read_files(renderer: Renderer, files: Iterable[tuple[int, Source]], end: End) -> Iterator[Row]:
-    """Yield the rows after `end`. files: (number, source) of each file."""
+def read_files(
+    renderer: Renderer, files: Iterable[tuple[int, Source]], end: End, hashes: Mapping[str, int]
+) -> Iterator[Row]:
+    """Yield the rows after `end`. UserError if those before it have changed. files: (number, source) of each file."""
     for number, source in files:
         needed = renderer.needed if number == 0 else ()
         rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
         rows = number_rows(rows, number)
-        if number == end.file:
-            skip_rows(rows, end, source.name)
+        row_hash = 0
+        if number <= end.file:
+            for row in itertools.islice(rows, end.row if number == end.file else None):
+                row_hash = row.hash
+        if row_hash != hashes.get(str(number), 0):
+            raise UserError(
+                f"{source.name} has changed: rows of it are in the shards, but they are different now. Restore the "
+                "file, or make the shards again in another folder."
+            )
         yield from rows
 
 
@@ -304,18 +315,6 @@ def number_rows(rows: Iterable[Row], file: int) -> Iterator[Row]:
         )  # repr of a long text would be slow
         total = zlib.crc32(content, total)
         yield row._replace(file=file, number=number, size=len(content), hash=total)
-
-
-def skip_rows(rows: Iterator[Row], end: End, name: str) -> None:
-    """Skip the rows of a file that are in shards. UserError if they have changed."""
-    row_hash = 0
-    for row in itertools.islice(rows, end.row):
-        row_hash = row.hash
-    if row_hash != end.row_hash:
-        raise UserError(
-            f"{name} has changed: its first {end.row:,} rows are in the shards, but they are different now. Restore the"
-            " file, or make the shards again in another folder."
-        )
 
 
 def render_all(
@@ -503,10 +502,13 @@ def keep_whole(folder: str, meta: Meta) -> End:
     meta.ends = {name: end for name, end in meta.ends.items() if name in kept}
     meta.tokens = sum(meta.shards.values())
     meta.complete = False
-    if not kept:
-        return End()
+    end = End()
     with shards.damage_named(folder):
-        return End(**meta.ends[kept[-1]])
+        if kept:
+            end = End(**meta.ends[kept[-1]])
+        meta.hashes = {file: value for file, value in meta.hashes.items() if int(file) < end.file}
+    meta.hashes[str(end.file)] = end.row_hash
+    return end
 
 
 def save(folder: str, meta: Meta) -> None:
