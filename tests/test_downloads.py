@@ -226,10 +226,12 @@ def test_another_value_of_a_flag_is_refused_where_shards_are_begun(inputs):
     assert "config was 'en' and is now 'de'" in failure("OWNER/two", config="de")
 
 
-def test_a_data_set_of_only_a_script_is_refused_with_what_to_do(hub):
-    hub.add("OWNER/old", {"old.py": "print('a script')"})
+@pytest.mark.parametrize("beside", ["urls/a.txt", "data/train.jsonl"])
+def test_a_data_set_that_is_a_script_is_refused_with_what_to_do(beside, hub):
+    """As `datasets` refuses it. Beside the script there may be the addresses of the texts, say."""
+    hub.add("OWNER/old", {"old.py": "print('a script')", beside: LINE * 40})
     error = failure("OWNER/old")
-    assert "only a script" in error
+    assert "it is a script, old.py" in error
     assert "--revision refs/convert/parquet" in error
 
 
@@ -283,10 +285,10 @@ def test_what_cannot_be_had_is_one_line(hub, files, settings, words, monkeypatch
     assert not list(tmp_path.parent.glob("x.jsonl"))
 
 
-def test_a_script_and_older_descriptions_beside_the_data_do_not_matter(hub, capsys):
+def test_other_scripts_and_older_descriptions_beside_the_data_do_not_matter(hub, capsys):
     texts = random_texts(30)
     infos = json.dumps({"default": {"description": "", "features": {"text": {"dtype": "string"}}}})
-    files = {"old.py": "raise SystemExit", "dataset_infos.json": infos, "README.md": "---\nlicense: mit\n---\n"}
+    files = {"make.py": "raise SystemExit", "dataset_infos.json": infos, "README.md": "---\nlicense: mit\n---\n"}
     files |= dict.fromkeys(["LICENSE.txt", "requirements.txt", "data/readme-en.txt", "notes.md"], "not this")
     hub.add("OWNER/old", files | {"data/stories.jsonl": jsonl(texts), "more.csv": "text\nnot this"})
     prepare("OWNER/old")

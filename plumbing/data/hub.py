@@ -55,6 +55,9 @@ def find_files(options: Any, types: Sequence[str] = tuple(TYPES)) -> Files:
     )
     check_names(repo, list(files.values()))
     root = f"hf://datasets/{repo}@{commit}"
+    script = f"{os.path.basename(repo)}.py"
+    if f"{root}/{script}" in files:  # `datasets` refuses it, too: what lies beside it may be anything
+        raise unclear(repo, f"it is a script, {script}, which is not run")
     try:
         configs = read_configs(root, files, options.revision)
         config = choose_config(repo, configs, config)
@@ -177,7 +180,7 @@ def unclear(repo: str, reason: str) -> UserError:
     """The error for a data set if `datasets` can't tell which files to use, or no program here reads them."""
     return UserError(
         f"It is not clear which files of {repo} hold its texts: {reason}. Download the files you want, and name them "
-        f"with --input: {supported_files()}. If the data set is only a script, the hub may have a converted copy: add "
+        f"with --input: {supported_files()}. If the data set is a script, the hub may have a converted copy: add "
         f"--revision {CONVERTED}."
     )
 
