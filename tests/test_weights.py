@@ -301,6 +301,17 @@ def test_the_names_of_a_checkpoints_code_steer_no_terminal(said_of_code):
     assert not {"\x1b", "\x9b"} & set(said)
 
 
+def test_what_a_checkpoint_and_a_folder_hold_steers_no_terminal(finished, folder, out, tmp_path):
+    path = shutil.copy(finished, tmp_path)
+    change_checkpoint(path, lambda content: content["config"].update(sample_prompt="\x1b[2J", init_from="\x9b2J"))
+    said = train(folder, out, branch_from=path, max_steps=2)
+    (out / "\x1b[31mred-01234567.py").touch()  # the name of a trainer's copy
+    said += train(folder, out, max_steps=1, resume=False)
+    assert "sample_prompt \\x1b[2J" in said
+    assert "\\x1b[31mred-01234567.py" in said
+    assert not {"\x1b", "\x9b"} & set(said)
+
+
 def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = train(data, tmp_path / "out", max_steps=2)

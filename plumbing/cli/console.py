@@ -231,9 +231,9 @@ def progress_bar(*args: Any, **options: Any) -> Any:
 
 
 def print0(*args: object, file: Any = None) -> None:
-    """Print on rank 0 only."""
+    """Print on rank 0 only. All that others wrote goes through here: `harmless` keeps it from steering the terminal."""
     if is_rank_0():
-        print(*args, file=file, flush=True)
+        print(*[harmless(str(arg)) for arg in args], file=file, flush=True)
 
 
 def note(text: str, file: Any = None) -> None:

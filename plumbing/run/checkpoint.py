@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from plumbing.cli.console import UserError, first_line, note, quote
+from plumbing.cli.console import UserError, first_line, note, print0, quote
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write
 from plumbing.run import source_code
@@ -98,7 +98,7 @@ def newest_checkpoint(source: Name) -> Checkpoint | None:
         except FileNotFoundError:  # a run in progress has deleted it meanwhile, and written newer ones
             return newest_checkpoint(source)
         except UserError as error:
-            print(f"warning: {error} Trying the one before it.", flush=True)
+            print0(f"warning: {error} Trying the one before it.")
     if paths:
         raise UserError(
             f"None of the checkpoints in {source} can be read. Restore one from a backup, or train from the start: add "

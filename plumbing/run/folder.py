@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from plumbing.cli.console import print0
 from plumbing.data.windows import stream_names
 from plumbing.files import atomic_write, free_name, open_regular
 from plumbing.run import checkpoint as checkpoints
@@ -27,7 +28,7 @@ def prepare_folder(start: Any, parts: Any) -> None:
         stale.sort(key=lambda path: (path.suffix == ".pt", path.name), reverse=True)
         aside = move_aside(stale, out_dir)
         names = ", ".join(sorted(path.name for path in stale))
-        print(f"Moved {names} from {out_dir} to {aside}.", flush=True)
+        print0(f"Moved {names} from {out_dir} to {aside}.")
     for leftover in out_dir.glob(".*.part"):  # left by a process that was killed while writing
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli.console import first_line
+from plumbing.cli.console import first_line, print0
 
 START_SECONDS = 8  # how long the start waits for the server
 FINISH_SECONDS = 20  # how long the end waits for the last lines
@@ -69,7 +69,7 @@ class WandbLog:
             self.run = None
             reason = f"{type(error).__name__}: {first_line(error)}"
             advice = "log.txt still gets everything. Without a network, set WANDB_MODE=offline."
-            print(f"warning: Weights & Biases failed ({reason}). {advice}", flush=True)
+            print0(f"warning: Weights & Biases failed ({reason}). {advice}")
 
     def log(self, step: int, values: dict[str, float]) -> None:
         # the server takes each step only once, and may have steps after the checkpoint; an offline run has none
