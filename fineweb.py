@@ -8,9 +8,8 @@ Python's documentation.
     python fineweb.py --input books/*.txt --out-dir books
 
 Each document becomes <|endoftext|> followed by its tokens. If a text contains
-<|endoftext|>, it is treated as text. Rows without text are left out. Only the
-columns with the text are read. At the end, notes count the rows left out and
-name the columns not read.
+<|endoftext|>, it is treated as text. Rows without text are left out. At the
+end, notes count the rows left out and the values that are not text to read.
 
 A shard, `<name>_<split>_<6 digits>.npy`, is an array of about `--shard-size`
 uint16 tokens: whole documents in the order of the input.
@@ -100,20 +99,20 @@ class Documents(preparation.Renderer):
     """A document becomes <|endoftext|> followed by its tokens."""
 
     def __init__(self, text_column: str, separator: str = "", prefix: str = ""):
-        self.columns = self.needed = text_column.split(",")
+        self.needed = text_column.split(",")
         self.separator = separator
         self.prefix = prefix
 
     def render(self, enc: tiktoken.Encoding, rows: list[readers.Row]) -> list[Rendered]:
-        texts = [readers.text_of(row.values, self.columns) for row in rows]
+        texts = [readers.text_of(row.values, self.needed) for row in rows]
         pieces = [(text, row.starts) for text, row in zip(texts, rows) if isinstance(text, str)]
         arrays = iter(encode_pieces(enc, pieces))
         rendered = []
         for text, row in zip(texts, rows):
-            unread = list(row.unread)
+            unread = []
             if isinstance(row.values, dict):
-                roots = [readers.root_of(column, row.values) for column in self.columns]
-                unread += readers.keys_with_values(row.values, read=roots)
+                fields = readers.fields_of(row.values, self.needed)
+                unread = readers.unread_in(fields, read=self.needed)
             tokens = Tokens(next(arrays)) if isinstance(text, str) else text
             rendered.append(Rendered(tokens, unread=unread))
         return rendered
@@ -216,7 +215,7 @@ def training_command(folder: str, train: list[int], val: list[int]) -> list[Any]
     if T <= 0:
         return None
     groups = []
-    if T < 128 or sum(train) < 2**17:  # too few for the preset's own
+    if T < 128 or sum(train) < 2**15:  # too few for the preset's own
         groups = preparation.batch_flags(train, T, most=2**11)
     return preparation.training_command("quickstart", folder, *groups)
 

@@ -73,7 +73,7 @@ import tiktoken
 
 from plumbing.data import preparation, tokenizers
 from plumbing.data.preparation import Rendered, Tokens
-from plumbing.data.readers import EMPTY, Row, Unusable, keys_with_values
+from plumbing.data.readers import EMPTY, Row, Unusable, unread_in
 
 LISTS = ("messages", "conversations")  # columns with a list of messages
 ALPACA = ("instruction", "input", "output")
@@ -105,7 +105,7 @@ class Conversation(NamedTuple):
 
     messages: list[dict[str, Any]] | Unusable
     counts: dict[str, int] = {}  # what happened in it
-    unread: set[str] = set()  # keys that have a value and are not read
+    unread: list[str] = []  # the name of each value that is not read
 
 
 class Message(NamedTuple):
@@ -113,7 +113,7 @@ class Message(NamedTuple):
 
     role: str  # "tool" for a message to or from a tool
     content: Any
-    unread: Sequence[str] = ()  # keys that have a value and are not read
+    unread: Sequence[str] = ()  # the name of each value that is not read
 
 
 def read_conversation(values: Any) -> Conversation:
@@ -126,7 +126,7 @@ def read_conversation(values: Any) -> Conversation:
     row = values if isinstance(values, dict) else {"messages": values}
     found, read = find_messages(row)
     parsed_messages = [read_message(message) for message in found]
-    unread = set(keys_with_values(row, read))
+    unread = unread_in(row, [*read, *MARKS])
     counts = dict.fromkeys([TO_TOOLS, UNANSWERED], 0)
     messages = []
     unusable = not_followed(row)
@@ -136,7 +136,7 @@ def read_conversation(values: Any) -> Conversation:
             continue
         if message.role == "system" and message.content in (None, ""):
             continue
-        unread |= set(message.unread)
+        unread += message.unread
         entry = {"role": message.role, "content": message.content}
         unusable = unusable or invalid(entry, number)
         if message.role == "assistant" and not unusable:
@@ -199,12 +199,12 @@ def read_message(message: Any) -> Message:
     content_key = "value" if message.get("content") is None else "content"
     role = str(message.get(role_key) or "").lower()
     content = message.get(content_key)
-    read = [role_key, content_key, "tool_calls", "function_call", *FLAGS]
-    unread = keys_with_values(message, read)
+    read = [role_key, content_key, "tool_calls", "function_call", *FLAGS, *MARKS]
+    unread = unread_in(message, read)
     if message.get("tool_calls") or message.get("function_call"):
         return Message("tool", content)
     for part in parts_of(message):
-        unread += keys_with_values(part, read=["type", "text", *FLAGS])
+        unread += unread_in(part, read=["type", "text", *FLAGS])
     if parts_of(message):
         content = "".join(part["text"] for part in parts_of(message))
     return Message(ROLE_NAMES.get(role, role), content, unread)
@@ -297,7 +297,6 @@ def pack(lengths: Iterable[int], max_length: int) -> Iterator[list[int]]:
 class Conversations(preparation.Renderer):
     """Turns conversations into blocks, with a mask of the tokens to learn."""
 
-    columns = (*LISTS, *ALPACA, *SYSTEM, *MARKS)
     noun = "conversation"
     masks = True
     advice = FORMATS
@@ -313,7 +312,6 @@ class Conversations(preparation.Renderer):
     def render_row(self, enc: tiktoken.Encoding, row: Row) -> Rendered:
         """A conversation's tokens up to the last answer that fits into a block, and counts of what happened."""
         messages, counts, unread = read_conversation(row.values)
-        unread = sorted({*unread, *row.unread})
         if isinstance(messages, Unusable):
             return Rendered(messages, counts, unread)
         ids, mask, stop = tokenizers.render_conversation(messages, enc, self.max_length)

@@ -84,7 +84,7 @@ def read_texts(patterns, text_column):
     counts = readers.Counts()
     is_empty = True
     for number, source in enumerate(inputs.list_inputs(patterns)):
-        for row in readers.read_rows(source, columns, needed=columns if number == 0 else ()):
+        for row in readers.read_rows(source, needed=columns if number == 0 else ()):
             text = readers.text_of(row.values, columns)
             if isinstance(text, readers.Unusable):
                 counts.leave_out(row.place, source.name, text)

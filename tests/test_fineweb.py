@@ -456,18 +456,32 @@ def test_a_meta_json_of_another_version_is_refused(path, changes):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
-def test_columns_that_are_not_read_are_named_in_the_last_line(kind, capsys):
-    rows = [{"title": f"T{n}", "text": f"D{n}", "label": False, "none": None} for n in range(24)]
+def test_values_that_are_not_read_are_counted_in_the_last_line(kind, capsys):
+    """Of a Parquet file, it counted rows, also those without a value."""
+    rows = [
+        {"title": f"T{n}", "text": f"D{n}", "label": False, "none": None, "few": "x" * (n < 3)} for n in range(24)
+    ]
     make_here(write_rows(f"a.{kind}", rows))
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "not read: title (24 rows), label (24 rows)" + ", none (24 rows)" * (kind == "parquet")
+    assert said == "not read: title (24 values), label (24 values), few (3 values)"
 
 
-def test_an_object_with_the_text_is_read(capsys):
-    rows = [{"title": f"T{n}", "doc": {"text": f"D{n}"}} for n in range(24)]
-    folder = make_here(write_rows("a.jsonl", rows), text_column="doc.text")
-    assert holds(folder, [f"D{n}" for n in range(24)])
-    assert capsys.readouterr().out.endswith("\nnot read: title (24 rows)\n")
+@pytest.mark.parametrize(
+    "name, content, names",
+    [
+        ("a.jsonl", '{"title": "T", "doc": {"text": "D", "id": 1, "to": {"n": 0}}}\n', "title, doc.id, doc.to"),
+        ("a.jsonl", '{"doc.text": "D", "doc": {"text": "T"}}\n', "doc"),
+        ("a.jsonl", '{"doc": {"text": "T", "text": "D"}}\n', "doc.text given twice"),
+        ("a.csv", "doc.text,id,doc.text\nT,,D\n", "doc.text given twice"),
+    ],
+)
+def test_what_stands_beside_the_text_is_named(name, content, names, capsys):
+    """Neither what stands in its object, nor the first of two values of one name, was read or named."""
+    Path(name).write_text(content, encoding="utf-8")
+    folder = make_here(name, text_column="doc.text")
+    assert sorted(read(folder)) == sorted(as_bytes(["D"]))
+    named = ", ".join(f"{each} (1 value)" for each in names.split(", "))
+    assert capsys.readouterr().out.endswith(f"\nnot read: {named}\n")
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_download():
@@ -480,7 +494,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download():
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
-    "--input p.parquet": "p.parquet has no column called 'text', but id, a, content. Name the column & --text-column",
+    "--input p.parquet": "Row 1 of p.parquet has no text under 'text'. Its columns are id, a, content & --text-column",
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
     "--input a.pdf": "a.pdf is not read as input. Give files that end in .parquet",

@@ -21,7 +21,7 @@ import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class Rendered(NamedTuple):
 
     tokens: Tokens | Unusable
     counts: Mapping[str, int] = {}  # what happened in it: {"message to and from tools left out": 2}
-    unread: Collection[str] = ()  # keys that have a value and are not read
+    unread: Sequence[str] = ()  # the name of each value that is not read
 
 
 class End(NamedTuple):
@@ -75,7 +75,6 @@ class End(NamedTuple):
 class Renderer:
     """Turns rows into tokens, in several threads at once."""
 
-    columns: Sequence[str] = ()  # of a table, to read
     needed: Sequence[str] = ()  # columns that the first file must have
     separator = ""  # between the documents of a text file
     prefix = ""  # of the shards' names; by default the folder's name
@@ -291,7 +290,7 @@ def read_files(
     """Yield the rows after `end`. UserError if those before it have changed. files: (number, source) of each file."""
     for number, source in files:
         needed = renderer.needed if number == 0 else ()
-        rows = read_rows(source, renderer.columns, separator=renderer.separator, needed=needed)
+        rows = read_rows(source, separator=renderer.separator, needed=needed)
         rows = number_rows(rows, number)
         row_hash = 0
         if number <= end.file:

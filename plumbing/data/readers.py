@@ -37,7 +37,6 @@ class Row(NamedTuple):
     place: str  # in its file: "Line 3"
     values: Any  # a dict of columns, a JSON list, or a piece of text; Unusable if it is malformed
     starts: bool = True  # False for a piece of a long text that continues the piece before it
-    unread: Sequence[str] = ()  # columns of its table that were not loaded
     # for preparation.py, which numbers rows
     file: int = 0
     number: int = 0  # in its file
@@ -57,7 +56,7 @@ class Counts:
         sentences: Iterable[str] = (),
     ):
         self.numbers = collections.Counter(numbers)
-        self.unread = collections.Counter(unread)  # how many rows have a value under each key
+        self.unread = collections.Counter(unread)  # values by their names
         self.sentences = list(sentences)[
             : self.numbers[self.LEFT_OUT]
         ]  # about the first three rows that were left out
@@ -69,12 +68,12 @@ class Counts:
             self.sentences.append(f"{place} of {console.plain(name)} {console.plain(unusable.reason)}.")
             self.first = self.first or (f"{place} of {name}", unusable)
 
-    def add(self, numbers: Mapping[str, int], unread: Collection[str]) -> None:
-        """Count what happened in one row."""
+    def add(self, numbers: Mapping[str, int], unread: Iterable[str]) -> None:
+        """Count what happened in one row. unread: the name of each value that was not read."""
         self.numbers.update(numbers)
-        for key in unread:
-            is_listed = key in self.unread or len(self.unread) < MAX_UNREAD
-            self.unread[key if is_listed else "other keys"] += 1
+        for name in unread:
+            is_listed = name in self.unread or len(self.unread) < MAX_UNREAD
+            self.unread[name if is_listed else "other keys"] += 1
 
     def note(self) -> None:
         """Print notes on rows that were left out, and the keys that were not read."""
@@ -84,24 +83,23 @@ class Counts:
             happened = f"{console.count(self.numbers[sentence], noun)} {participle}."
             console.note(" ".join([happened, *examples]))
         if self.unread:
-            keys = [
-                f"{console.plain(key, 60)} ({console.count(rows, 'row')})" for key, rows in self.unread.items()
+            values = [
+                f"{console.plain(name, 60)} ({console.count(number, 'value')})"
+                for name, number in self.unread.items()
             ]
-            print("not read:", ", ".join(keys))
+            print("not read:", ", ".join(values))
 
 
-def keys_with_values(values: Mapping[str, Any], read: Collection[str] = ()) -> list[str]:
-    """The keys of an object that have a value, except those that were `read`."""
-    return [key for key, value in values.items() if key not in read and value not in EMPTY]
+def unread_in(fields: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """The names of the values that are not `read`, except those that say nothing."""
+    return [name for name, value in fields.items() if name not in read and value not in EMPTY]
 
 
 # ----- The rows of a file -------------------------------------------------------------------------------
 
 
-def read_rows(
-    source: Source, columns: Sequence[str], *, separator: str = "", needed: Sequence[str] = ()
-) -> Iterator[Row]:
-    """Yield the rows of a file. Of a Parquet file, only `columns` are loaded. UserError if a `needed` one has no text.
+def read_rows(source: Source, *, separator: str = "", needed: Sequence[str] = ()) -> Iterator[Row]:
+    """Yield the rows of a file. UserError if a `needed` column has no text.
 
     A document in a text file is a row. A long one is a row for each piece, so that it need not fit in memory and
     several cores can share it.
@@ -112,12 +110,9 @@ def read_rows(
             yield from (Row("A text", text) for text in python_docs.python_docs())
         elif kind == ".txt":
             yield from read_txt(source, separator)
-        elif kind == ".jsonl":
-            yield from check_needed(read_json(source), source.name, needed)
-        elif kind == ".csv":
-            yield from check_needed(read_csv(source, columns), source.name, needed)
         else:
-            yield from read_parquet(source, columns, needed)
+            read = {".jsonl": read_json, ".csv": read_csv, ".parquet": read_parquet}[kind]
+            yield from check_needed(read(source), source.name, needed)
 
 
 @contextlib.contextmanager
@@ -161,18 +156,19 @@ def explain_bytes(error: UnicodeDecodeError, suffix: str) -> str:
 # ----- Columns ------------------------------------------------------------------------------------------
 
 
-def value_in(row: Any, column: str) -> Any:
-    """The value in a column of a row, or None. "doc.text" is a column, or the key text of the object doc."""
-    if column in row:
-        return row[column]
-    for key in column.split("."):
-        row = row.get(key) if isinstance(row, dict) else None
-    return row
-
-
-def root_of(column: str, fields: Collection[str]) -> str:
-    """The field of a table that holds a column: doc for "doc.text", unless a field has the full name."""
-    return column if column in fields else column.split(".")[0]
+def fields_of(values: dict[str, Any], columns: Collection[str]) -> dict[str, Any]:
+    """The values of a row by their names. An object with one of `columns` in it is taken apart: doc.text, doc.title."""
+    columns = [column for column in columns if column not in values]
+    fields = {}
+    for key, value in values.items():
+        prefix = f"{key}."
+        inside = [column.removeprefix(prefix) for column in columns if column.startswith(prefix)]
+        if isinstance(value, dict) and inside:
+            for name, inner in fields_of(value, inside).items():
+                fields[prefix + name] = inner
+        else:
+            fields[key] = value
+    return fields
 
 
 def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
@@ -181,9 +177,10 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
         return values
     if not isinstance(values, dict):
         return Unusable(f"is not an object with columns, but {console.plain(values, 60)}")
+    fields = fields_of(values, columns)
     texts = []
     for column in columns:
-        text = value_in(values, column)
+        text = fields.get(column)
         if text is not None and not isinstance(text, str):
             return Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}")
         if text:
@@ -193,16 +190,14 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
     return "\n\n".join(texts)
 
 
-def check_needed(
-    rows: Iterable[Row], name: str, needed: Sequence[str], *, most: int = MAX_SEARCHED
-) -> Iterator[Row]:
-    """Yield rows. UserError unless each `needed` column has a text or null in one of the first `most` rows."""
+def check_needed(rows: Iterable[Row], name: str, needed: Sequence[str]) -> Iterator[Row]:
+    """Yield rows. UserError unless each `needed` column has a text or null in one of the first MAX_SEARCHED rows."""
     missing, first = list(needed), None
     for number, row in enumerate(rows):
         if missing and isinstance(row.values, dict):
             first = first or row
             missing = [column for column in missing if not may_have_text(row.values, column)]
-        if missing and number == most:
+        if missing and number == MAX_SEARCHED:
             break
         yield row
     if missing and first:
@@ -211,9 +206,9 @@ def check_needed(
 
 
 def may_have_text(row: dict[str, Any], column: str) -> bool:
-    value = value_in(row, column)
+    value = fields_of(row, [column]).get(column)
     if value is None:
-        return root_of(column, row) in row
+        return column in row or column.split(".")[0] in row
     return isinstance(value, str)
 
 
@@ -234,7 +229,7 @@ COLUMN_ADVICE = (
 # ----- Tables -------------------------------------------------------------------------------------------
 
 
-def read_csv(source: Source, columns: Sequence[str]) -> Iterator[Row]:
+def read_csv(source: Source) -> Iterator[Row]:
     """The rows of a file whose first line names its columns. A row with more or fewer fields is Unusable."""
     csv.field_size_limit(2**27)  # a text may be longer than Python's default, and so may an open quote
     # in countries with decimal commas, programs write semicolons
@@ -244,11 +239,6 @@ def read_csv(source: Source, columns: Sequence[str]) -> Iterator[Row]:
         delimiter = next((char for char in delimiters if char in header), delimiters[0])
         rows: Any = csv.reader(itertools.chain([header], file), delimiter=delimiter, strict=True)
         names = next(rows, [])
-        for column in columns:
-            if names.count(column) > 1:
-                raise UserError(
-                    f"{source.name} has {names.count(column)} columns called {column!r}. Rename all but one."
-                )
         while True:
             begin = rows.line_num + 1
             try:
@@ -267,35 +257,31 @@ def read_csv(source: Source, columns: Sequence[str]) -> Iterator[Row]:
                 continue
             place = f"Line {begin}" if rows.line_num <= begin else f"Lines {begin} to {rows.line_num}"
             if len(fields) == len(names):
-                yield Row(place, dict(zip(names, fields)))
+                yield Row(place, as_object(list(zip(names, fields))))
                 continue
             found = f"has {console.count(len(fields), 'field')}, but the header has {len(names)}"
             shown = console.plain(header.strip(), 60)
             yield Row(place, Unusable(f"{found} ({shown}): a text with {delimiter!r} needs quotes around it"))
 
 
-def read_parquet(source: Source, columns: Sequence[str], needed: Sequence[str]) -> Iterator[Row]:
-    """The rows of a Parquet file, with the `columns` that it has."""
+def read_parquet(source: Source) -> Iterator[Row]:
+    """The rows of a Parquet file."""
     import pyarrow.parquet  # slow to import
 
     with pyarrow.parquet.ParquetFile(source.path) as table:
-        fields = table.schema_arrow.names
-        roots = {column: root_of(column, fields) for column in columns}
-        names = [name for name in dict.fromkeys(roots.values()) if name in fields]
-        missing = [column for column in needed if roots[column] not in fields]
-        if not names:
-            missing = list(columns[:1])
-        if missing:
-            advice = COLUMN_ADVICE if needed else "Use another data set."
-            raise UserError(
-                f"{source.name} has no column called {missing[0]!r}, but {', '.join(fields) or 'none'}. {advice}"
-            )
-        unread = [field for field in fields if field not in names]
-        # a.b may be a column, or a field of a: Parquet has one name for both
-        batches = (batch.select(names) for batch in table.iter_batches(256, columns=names))
-        records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        rows = (Row(f"Row {number}", record, unread=unread) for number, record in enumerate(records, 1))
-        yield from check_needed(rows, source.name, needed, most=0)  # all rows have the types of the first
+        batches = (batch.to_pylist() for batch in table.iter_batches(256))
+        for number, record in enumerate(itertools.chain.from_iterable(batches), 1):
+            yield Row(f"Row {number}", record)
+
+
+def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The last value of each key, as in Python. The others get names of their own, so that they count as not read."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for key, value in pairs:
+            if value is not values[key]:
+                values[f"{key} given twice"] = value
+    return values
 
 
 # ----- JSON ---------------------------------------------------------------------------------------------
@@ -326,7 +312,7 @@ def read_values(path: str, name: str) -> Iterator[tuple[str, Any]]:
 
     In JSON lines, a conversation may be a list. So there, a list of all rows must have its bracket alone on line 1.
     """
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=as_object)
     number = 0
     line = 1
     with open_text(path) as file:
