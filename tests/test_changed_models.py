@@ -464,7 +464,7 @@ def test_a_branch_continues_the_average_of_its_parents_weights(averaged, changed
 
 def test_the_records_say_how_to_make_a_model_of_an_average(averaged, tmp_path):
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
-    code = text.partition("makes a checkpoint of it")[2].split("```python\n")[1].split("```")[0]
+    code = text.partition("turns the average into a checkpoint")[2].split("```python\n")[1].split("```")[0]
     code = code.replace("log/ema/model_00400.pt", str(averaged / "model_00012.pt"))
     code = code.replace("average.pt", str(tmp_path / "average.pt"))
     exec(code, {})
