@@ -196,9 +196,9 @@ def make_inputs(folder):
 
 
 def shape_of(line):
-    """A line of the console without its numbers, and of a sample without its text."""
+    """A line of the console without its numbers and their units, and of a sample without its text."""
     head, _, _ = line.partition("sample | ")
-    return " ".join(re.sub(r"\d[\d,.:e-]*", "#", head).split())
+    return " ".join(re.sub(r"\d[\d,.:e-]*(K| m?s)?\b", "#", head).split())
 
 
 def torchrun(folder, command, added):
