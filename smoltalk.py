@@ -83,8 +83,9 @@ MARKS = ("kto_tag", "loss_mask", "trainable", "train_detail", "training_detail")
 FLAGS = ("weight", "train", "training", "loss")  # 0 or false: the answer is not learned
 FORMATS = (
     "A row needs messages (role and content), conversations (from and value), or instruction and output; input, system"
-    ' and system_prompt are read as well. Remove bad answers, and give "weight": 0 to masked ones.'
+    " and system_prompt are read as well."
 )
+MARKED = 'Remove bad answers, and give "weight": 0 to masked ones.'
 OPEN_BLOCKS = 64  # blocks that wait for a conversation that fits
 # ShareGPT's and OpenAI's other names for roles
 ROLE_NAMES = {"human": "user", "developer": "system"}
@@ -145,9 +146,8 @@ def read_conversation(values: Any) -> Conversation:
                 entry["weight"] = 0
         messages.append(entry)
     if not found:
-        unusable = Unusable(
-            "is not a conversation: it has no list of messages or conversations, and no instruction"
-        )
+        reason = "is not a conversation: it has no list of messages or conversations, and no instruction"
+        unusable = Unusable(reason, FORMATS)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if unusable:
         return Conversation(unusable, unread=unread)
@@ -229,7 +229,8 @@ def invalid(message: dict[str, Any], number: int) -> Unusable | None:
         return None
     return Unusable(
         f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, but is "
-        f"{console.plain(message, 60)}"
+        f"{console.plain(message, 60)}",
+        FORMATS,
     )
 
 
@@ -242,7 +243,7 @@ def not_followed(record: dict[str, Any]) -> Unusable | None:
         values = value if isinstance(value, list) else [value]
         if value not in EMPTY and any(each != 1 for each in values):
             shown = console.plain(repr(record[mark]), 60)
-            return Unusable(f"has {mark} {shown}, which is not supported")
+            return Unusable(f"has {mark} {shown}, which is not supported", MARKED)
     return None
 
 
@@ -253,7 +254,7 @@ def unclear_flags(answer: dict[str, Any]) -> Unusable | None:
             shown = console.plain(repr(answer[flag]), 60)
             return Unusable(f"has {flag} {shown} in a message, but it must be 0, 1, false or true")
         if any(part.get(flag) not in (None, 1) for part in parts_of(answer)):
-            return Unusable("has a message with a part that is not to be learned")
+            return Unusable("has a message with a part that is not to be learned", MARKED)
     return None
 
 
@@ -299,7 +300,6 @@ class Conversations(preparation.Renderer):
 
     noun = "conversation"
     masks = True
-    advice = FORMATS
 
     def __init__(self, enc: tiktoken.Encoding, max_length: int):
         self.max_length = max_length

@@ -498,7 +498,7 @@ BAD_INPUTS = {
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
     "--input a.pdf": "a.pdf is not read as input. Give files that end in .parquet",
-    "--input keys.json": "Its columns are data: {'data': [{'text': 'a'}]} & jq -c '.KEY[]' FILE > NEW.jsonl",
+    "--input keys.json": "Its columns are data: {'data': [{'text': 'a'}]} & jq -c '.data[]' FILE > NEW.jsonl",
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
     # what is wrong with the input is said before what is wrong with the tokenizer
     "--input none*.txt --tokenizer nowhere": "none*.txt & --dataset OWNER/NAME",

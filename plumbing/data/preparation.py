@@ -35,7 +35,7 @@ from plumbing.cli.console import UserError
 from plumbing.data import downloads, hub, inputs, shards, tokenizers
 from plumbing.data.inputs import Source
 from plumbing.data.options import DataOptions
-from plumbing.data.readers import COLUMN_ADVICE, Counts, Row, Unusable, explain, read_rows
+from plumbing.data.readers import Counts, Row, Unusable, read_rows
 from plumbing.data.shards import Meta, read_meta
 from plumbing.files import atomic_write, lock_folder, remove_folder
 from plumbing.system.limits import num_cores
@@ -80,7 +80,6 @@ class Renderer:
     prefix = ""  # of the shards' names; by default the folder's name
     noun = "document"
     masks = False
-    advice = COLUMN_ADVICE  # if no row can be used
 
     def render(self, enc: tiktoken.Encoding, rows: list[Row]) -> list[Rendered]:
         raise NotImplementedError
@@ -228,7 +227,7 @@ def write_shards(
     with bar, contextlib.closing(render_all(renderer, enc, rows, num_threads=num_threads)) as rendered:
         for row, (tokens, happened, unread) in rendered:
             if isinstance(tokens, Unusable):
-                counts.leave_out(row.place, sources[row.file].name, tokens._replace(values=row.values))
+                counts.leave_out(row.place, sources[row.file].name, tokens)
             else:
                 if run.is_full(split_for(row, meta), tokens, options.shard_size):
                     write(folder, meta, run.tokens(), counts=counts, renderer=renderer, enc=enc)
@@ -414,8 +413,8 @@ def in_two(parts: dict[str, Tokens], eot: int, renderer: Renderer, *, counts: Co
     """
     whole = max(parts.values(), key=lambda tokens: len(tokens.ids))
     if not len(whole.ids):
-        if counts.first:
-            raise UserError(f"No row can be used. {explain(*counts.first, renderer.advice)}")
+        if counts.examples:
+            raise UserError(f"No row can be used. {counts.examples[0]} {counts.advice}")
         raise UserError("The input contains no text. Check --input and, in fineweb.py, --text-column.")
     tenth = math.ceil(len(whole.ids) / 10)
     starts = np.flatnonzero(whole.ids == eot)[1:]
@@ -465,7 +464,7 @@ def write(
         write_array(path, arranged.ids)
         meta.shards[path.name] = len(arranged.ids)
     meta.rows_left_out = counts.numbers[Counts.LEFT_OUT]
-    meta.left_out = counts.sentences
+    meta.left_out = counts.examples
 
 
 def write_array(path: Path, array: np.ndarray) -> None:

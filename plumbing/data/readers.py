@@ -27,10 +27,10 @@ MAX_UNREAD = 30  # keys that are counted by name; the others are counted togethe
 
 
 class Unusable(NamedTuple):
-    """Why a row is left out: "has no text under 'text'"."""
+    """Why a row is left out."""
 
-    reason: str
-    values: Any = None  # of the row
+    reason: str  # "has no text under 'text'"
+    advice: str = ""  # in whole sentences
 
 
 class Row(NamedTuple):
@@ -53,20 +53,19 @@ class Counts:
         self,
         numbers: Mapping[str, int] | None = None,
         unread: Mapping[str, int] | None = None,
-        sentences: Iterable[str] = (),
+        examples: Iterable[str] = (),
     ):
         self.numbers = collections.Counter(numbers)
         self.unread = collections.Counter(unread)  # values by their names
-        self.sentences = list(sentences)[
-            : self.numbers[self.LEFT_OUT]
-        ]  # about the first three rows that were left out
-        self.first: tuple[str, Unusable] | None = None
+        # a sentence about the first row left out, if it came before the place where the counts begin
+        self.examples = list(examples)[: self.numbers[self.LEFT_OUT]]
+        self.advice = ""  # about that row
 
     def leave_out(self, place: str, name: str, unusable: Unusable) -> None:
         self.numbers[self.LEFT_OUT] += 1
-        if len(self.sentences) < 3:
-            self.sentences.append(f"{place} of {console.plain(name)} {console.plain(unusable.reason)}.")
-            self.first = self.first or (f"{place} of {name}", unusable)
+        if not self.examples:
+            self.examples.append(f"{place} of {console.plain(name)} {console.plain(unusable.reason)}.")
+            self.advice = unusable.advice
 
     def add(self, numbers: Mapping[str, int], unread: Iterable[str]) -> None:
         """Count what happened in one row. unread: the name of each value that was not read."""
@@ -77,10 +76,10 @@ class Counts:
 
     def note(self) -> None:
         """Print notes on rows that were left out, and the keys that were not read."""
-        for sentence in sorted(self.numbers, key=lambda sentence: sentence != self.LEFT_OUT):
-            noun, participle = sentence.split(" ", 1)
-            examples = self.sentences if sentence == self.LEFT_OUT else []
-            happened = f"{console.count(self.numbers[sentence], noun)} {participle}."
+        for phrase in sorted(self.numbers, key=lambda phrase: phrase != self.LEFT_OUT):
+            noun, participle = phrase.split(" ", 1)
+            examples = self.examples if phrase == self.LEFT_OUT else []
+            happened = f"{console.count(self.numbers[phrase], noun)} {participle}."
             console.note(" ".join([happened, *examples]))
         if self.unread:
             values = [
@@ -176,18 +175,41 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
     if isinstance(values, (str, Unusable)):
         return values
     if not isinstance(values, dict):
-        return Unusable(f"is not an object with columns, but {console.plain(values, 60)}")
+        return Unusable(f"is not an object with columns, but {console.plain(values, 60)}", OBJECT_ADVICE)
     fields = fields_of(values, columns)
     texts = []
     for column in columns:
         text = fields.get(column)
         if text is not None and not isinstance(text, str):
-            return Unusable(f"has no text under {column!r}, but {console.plain(text, 60)}")
+            reason = f"has no text under {column!r}, but {console.plain(text, 60)}"
+            return Unusable(reason, advice_for(values, columns))
         if text:
             texts.append(text)
     if not texts:
-        return Unusable(f"has no text under {','.join(columns)!r}")
+        return Unusable(f"has no text under {','.join(columns)!r}", advice_for(values, columns))
     return "\n\n".join(texts)
+
+
+OBJECT_ADVICE = 'Write each row as an object on a line of its own: {"text": "..."}'
+
+
+def advice_for(values: dict[str, Any], columns: Sequence[str]) -> str:
+    """What to do about an object without a text in these columns: name another one, or write the rows inside it."""
+    advice = (
+        f"Its columns are {console.plain(', '.join(values), 60)}: {console.plain(values, 60)}. Name the column of the"
+        " text with --text-column (doc.text is the key text in an object doc)."
+    )
+    rows = ""
+    for key, value in values.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = f".{key}[]"
+        elif isinstance(value, (list, dict)) and key in columns:
+            rows = f'{{"{key}": .{key}[]}}'
+    if all(isinstance(value, dict) for value in values.values()):
+        rows = ".[]"
+    if rows:
+        advice += f" If the rows are inside this object: jq -c '{rows}' FILE > NEW.jsonl"
+    return advice
 
 
 def check_needed(rows: Iterable[Row], name: str, needed: Sequence[str]) -> Iterator[Row]:
@@ -201,8 +223,8 @@ def check_needed(rows: Iterable[Row], name: str, needed: Sequence[str]) -> Itera
             break
         yield row
     if missing and first:
-        unusable = Unusable(f"has no text under {missing[0]!r}", first.values)
-        raise UserError(explain(f"{first.place} of {name}", unusable, COLUMN_ADVICE))
+        unusable: Any = text_of(first.values, missing[:1])
+        raise UserError(f"{first.place} of {name} {unusable.reason}. {unusable.advice}")
 
 
 def may_have_text(row: dict[str, Any], column: str) -> bool:
@@ -212,21 +234,12 @@ def may_have_text(row: dict[str, Any], column: str) -> bool:
     return isinstance(value, str)
 
 
-def explain(place: str, unusable: Unusable, advice: str) -> str:
-    """Explain why a row cannot be used: the reason, its columns, and the advice."""
-    held = ""
-    if isinstance(unusable.values, dict):
-        held = f" Its columns are {', '.join(unusable.values)}: {console.plain(unusable.values, 300)}."
-    return f"{place} {unusable.reason}.{held} {advice}"
-
-
-COLUMN_ADVICE = (
-    "Name the column of the text with --text-column (doc.text is the key text in an object doc). If the rows are a list"
-    " inside an object, write each on a line: jq -c '.KEY[]' FILE > NEW.jsonl"
-)
-
-
 # ----- Tables -------------------------------------------------------------------------------------------
+
+QUOTES_ADVICE = (
+    'Close its quotes, and double the quotes inside a text. If they are written as \\":'
+    ' sed \'s/\\\\"/""/g\' FILE > NEW'
+)
 
 
 def read_csv(source: Source) -> Iterator[Row]:
@@ -244,12 +257,10 @@ def read_csv(source: Source) -> Iterator[Row]:
             try:
                 fields = next(rows, None)
             except csv.Error as error:
+                reason = f"is not a valid row of CSV: {error}"
                 if rows.line_num > begin or "end of data" in str(error):  # an open quote swallows rows
-                    raise UserError(
-                        f"Line {begin} of {source.name} is not a valid row of CSV: {error}. Close its quotes, and"
-                        " double the quotes inside a text."
-                    ) from None
-                yield Row(f"Line {begin}", Unusable(f"is not a valid row of CSV: {error}"))
+                    raise UserError(f"Line {begin} of {source.name} {reason}. {QUOTES_ADVICE}") from None
+                yield Row(f"Line {begin}", Unusable(reason, QUOTES_ADVICE))
                 continue
             if fields is None:
                 return
@@ -293,7 +304,8 @@ def read_json(source: Source) -> Iterator[Row]:
         if isinstance(value, (dict, list)):
             yield Row(place, value)
         else:
-            yield Row(place, Unusable(f"is not an object, but {console.plain(repr(value), 60)}"))
+            reason = f"is not an object, but {console.plain(repr(value), 60)}"
+            yield Row(place, Unusable(reason, OBJECT_ADVICE))
 
 
 def read_records(path: str) -> Iterator[tuple[int, str, dict[str, Any]]]:

@@ -260,7 +260,7 @@ class Meta:
     complete: bool = True
     masks: bool = False  # whether each shard has one
     rows_left_out: int = 0
-    left_out: list[str] = field(default_factory=list)  # sentences about the first three
+    left_out: list[str] = field(default_factory=list)  # a sentence about the first
     # the settings, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # {last shard of a run of rows: its End}
