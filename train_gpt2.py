@@ -2,7 +2,7 @@
 
     python train_gpt2.py --preset quickstart   # a laptop: a minute or two
     python fineweb.py                          # prepare the data for GPT-2 124M
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py   # train on 8 GPUs
+    torchrun --standalone --nproc-per-node=8 train_gpt2.py   # train on 8 GPUs
 
 (On one GPU, run python train_gpt2.py.) A preset sets the defaults of all other
 flags:
@@ -20,7 +20,8 @@ A run writes to --out-dir: log.txt (`step stream value` per line), samples.txt,
 run.txt (commands, settings, machines), a copy of this file, model_<step>.pt
 (checkpoints) and, at the end, hf/ (a GPT-2 in Hugging Face format). The same
 command again, or --out-dir alone, continues a run that was stopped, was killed
-or has crashed, even on other GPUs.
+or has crashed, also on another number of GPUs, if it divides a step's sequences
+(for gpt2: 1, 2, 4, 8, ...).
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020,
 table 2.1 and appendix B) for the hyperparameters that GPT-2's paper leaves out,

@@ -144,7 +144,7 @@ def test_run_txt_has_the_command_that_was_typed(data, out):
 def test_the_command_for_several_machines_is_torchruns(monkeypatch):
     for name, value in dict(MASTER_ADDR="node1", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8").items():
         monkeypatch.setenv(name, value)
-    nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc_per_node=8"
+    nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc-per-node=8"
     assert commands.launcher() == ["torchrun", *nodes.split()]
 
 

@@ -287,7 +287,7 @@ def test_a_rank_decides_for_its_own_gpu(gpu, cards, build, changes, words, out):
     "device, words",
     [
         ("cuda:0", "--device is cuda:0, but several ranks need a GPU each"),
-        ("cuda", "2 processes on this machine share 1 GPU. Use --nproc_per_node=1"),
+        ("cuda", "2 processes on this machine share 1 GPU. Use --nproc-per-node=1"),
     ],
 )
 def test_ranks_without_a_gpu_each_do_not_wait_for_each_other(device, words, gpu, data, out):

@@ -24,7 +24,7 @@ def launcher() -> list[str]:
     if local_ranks != ranks:  # without an endpoint, each node would wait for itself
         endpoint = f"--rdzv-endpoint={os.environ.get('MASTER_ADDR', 'HOST')}:29500"
         nodes = [f"--nnodes={ranks // local_ranks}", "--rdzv-backend=c10d", endpoint]
-    return ["torchrun", *nodes, f"--nproc_per_node={local_ranks}"]
+    return ["torchrun", *nodes, f"--nproc-per-node={local_ranks}"]
 
 
 def training_command(config_class: type, settings: Mapping[str, Any]) -> Command:

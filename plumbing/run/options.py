@@ -119,7 +119,7 @@ OTHER_TRAINERS = {
     "--val-every": "eval-interval eval-every eval-steps val-loss-every",
     "--val-tokens": "eval-iters",
     "--checkpoint-every": "save-steps save-every always-save-checkpoint",
-    "torchrun --nproc_per_node=N": "num-gpus gpus nproc-per-node num-processes",
+    "torchrun --nproc-per-node=N": "num-gpus gpus nproc-per-node num-processes",
     "torch.distributed.launch adds it: start the ranks with torchrun instead.": "local-rank",
     "log.txt, which has every step": "log-interval logging-steps",
     "The model has no dropout: in pretraining it sees most texts once.": "dropout",

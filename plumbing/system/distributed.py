@@ -189,7 +189,7 @@ def device_of_rank(device: str, world_size: int) -> str:
     gpus = torch.cuda.device_count()
     if local_ranks > gpus:
         raise UserError(
-            f"{local_ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc_per_node={gpus}."
+            f"{local_ranks} processes on this machine share {count(gpus, 'GPU')}. Use --nproc-per-node={gpus}."
         )
     device = f"cuda:{environment_number('LOCAL_RANK', 0)}"
     check_kernels(device)  # the machine's GPUs may differ
