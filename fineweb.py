@@ -14,10 +14,10 @@ end, notes count the rows left out and the values that are not text to read.
 A shard, `<name>_<split>_<6 digits>.npy`, is an array of about `--shard-size`
 uint16 tokens: whole documents in the order of the input.
 
-One document in 11 is for validation, fewer in a large input. FineWeb-Edu and
+One document in 11 is for validation, fewer if the input is large. FineWeb-Edu and
 Python's documentation use their first shard instead. In a text file, a document
 of more than 16,000 characters is cut into pieces, and one piece in 11 is for
-validation. A single document is cut in two.
+validation. If there is only one document, it is cut in two.
 
 If the command is stopped, run it again: it resumes after the last shard in
 meta.json. It writes the same bytes wherever it stopped, and on any number of

@@ -40,7 +40,7 @@ class Options:
     data: str = "hellaswag/hellaswag_val.jsonl"  # examples, as JSON lines; the default is downloaded if missing
     limit: int = 0  # number of examples to score, from the first one; 0: all
     predictions: str = ""  # write each example's label and predictions to this new file, as JSON lines
-    batch_tokens: flags.Positive[int] = 2**14  # most tokens per batch; fewer need less memory
+    batch_tokens: flags.Positive[int] = 2**14  # maximum number of tokens per batch; fewer need less memory
     code: str = ""  # the changed copy of train_gpt2.py that trained the model; by default train_gpt2.py itself
 
 

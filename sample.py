@@ -33,7 +33,8 @@ class Options:
     # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
     model: Annotated[str, "-m"] = "log"
     num_samples: Annotated[int, "-n", flags.ABOVE_0] = 1  # continuations to generate, all in one batch
-    max_new_tokens: flags.Positive[int] = 256  # most tokens in a continuation; it also ends at <|endoftext|>
+    # maximum number of tokens in a continuation; it also ends at <|endoftext|>
+    max_new_tokens: flags.Positive[int] = 256
     temperature: float = 1.0  # below 1 favors likely tokens; 0: always the most likely token
     top_k: int = 50  # sample from the k most likely tokens; 0: from all
     # sample from the smallest set of most likely tokens with this total probability

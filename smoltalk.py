@@ -19,7 +19,7 @@ Messages to and from tools are left out. So are rows that are not conversations,
 and rows that mark an answer as bad or masked in any other way. At the end,
 notes count what was left out and name the keys that were not read.
 
-The line above becomes
+The example becomes
 
     <|endoftext|> <|user|> Hi <|end|> <|assistant|> Hello! <|end|>
                                                     ^^^^^^^^^^^^^^ mask 1

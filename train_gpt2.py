@@ -50,7 +50,7 @@ from plumbing.run.options import RunOptions, read_flags
 class GPTConfig:
     """The shape of a model, saved with its weights. Each field becomes a flag, and its comment is that flag's help."""
 
-    # the model (--init-from gives a trained one another vocabulary or block size)
+    # the model (with --init-from, block size and vocabulary may change)
     block_size: Positive[int] = 1024  # longest sequence: the number of position embeddings
     # rows of the embedding; by default the tokenizer's size, padded to a multiple of 64 for faster matmuls
     vocab_size: int = 50304
@@ -72,11 +72,10 @@ class Recipe(GPTConfig):
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
     seed: int = 1337  # seed of the weights, data order and samples
     # auto: bfloat16 where the device computes it fast, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with
-    # the output layer in float8, also in validation. On another number of ranks, rounding changes the losses a little,
-    # least in float32
+    # the output layer in float8, also in validation
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
-    # the data: total_batch_size = batch_size * sequence_length * ranks * micro-steps
-    sequence_length: Positive[int] = 1024  # T, tokens per sequence; by default at most block_size
+    # the data (total_batch_size = batch_size * sequence_length * ranks * micro-steps)
+    sequence_length: Positive[int] = 1024  # T, tokens per sequence; at most --block-size
     total_batch_size: Positive[int] = 2**19  # tokens per step over all ranks (gpt2: GPT-3's 0.5M)
     batch_ramp: int = 0  # tokens over which the batch grows from 32K; 0: no ramp
     # shares of the folders in --data; by default an epoch reads each window once
@@ -202,7 +201,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = init_normal(nn.Linear(config.n_embd, config.n_embd), std)
 
     def forward(self, x, cache=None):
-        # B sequences, T tokens, C channels = nh heads * hs channels each; with a cache, S >= T tokens to attend to
+        # B sequences, T tokens, C channels = nh heads * hs channels each; with a cache there are S >= T keys
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)
         heads = (B, T, self.n_head, C // self.n_head)
@@ -246,7 +245,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, cache=None):
-        # subtle: autocast's LayerNorm returns float32, which would be copied where DDP cuts the compiled graph
+        # subtle: under autocast, LayerNorm returns float32. Cast it back, or DDP, which splits the compiled graph here,
+        # would copy it at twice the size
         x = x + self.attn(self.ln_1(x).to(x.dtype), cache)
         return x + self.mlp(self.ln_2(x).to(x.dtype))
 
@@ -257,7 +257,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # how to compute the model, which is not part of it: set in setup() and load_model()
+        # how the model is run, not what it is; set in setup() and load_model()
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.has_cache = True  # whether decoding with a cache gives the same result as reading the whole text
         self.transformer: Any = nn.ModuleDict()
@@ -322,10 +322,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
-        """Continue the token ids (B, T): yield the next ids (B,), one at a time. The model sees the last block_size.
+        """Continue the token ids (B, T): yield the next ids (B,), one at a time.
 
-        temperature: 0 picks the likeliest id; vocab_size: ids from here on are padding and never sampled; sampling:
-        see `sample_ids`.
+        The model sees the last block_size ids. temperature: 0 picks the likeliest id; vocab_size: ids from here on are
+        padding and never sampled; sampling: see `sample_ids`.
         """
         block_size = self.config.block_size
         cache = None
@@ -563,7 +563,7 @@ def orthogonalize(G):
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
     # a Newton-Schulz iteration whose quintic is tuned for speed, not for accuracy (Jordan et al. 2024)
     for _ in range(5):
-        A = X @ X.mH  # mH: mT, and conjugated for complex matrices
+        A = X @ X.mH  # mH: the conjugate transpose
         A = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # -4.7750 A + 2.0315 A A
         X = torch.baddbmm(X, A, X, beta=3.4445)  # 3.4445 X + A X
     return X.mH if tall else X
@@ -576,7 +576,7 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon would orthogonalize one matrix after another on every rank, and query, key and value as one.
     """
 
-    numbers_per_parameter = 1  # the momentum: the summary of a run counts its memory
+    numbers_per_parameter = 1  # momentum only; the account of a run estimates memory from this
 
     def __init__(self, groups, lr, *, momentum, weight_decay):
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, split=1)
@@ -684,7 +684,7 @@ class Parts(NamedTuple):
     # your own objects, by name. Each has state_dict() and load_state_dict(): it is saved in every checkpoint (rank 0's
     # copy), and restored on resume and in branches
     own: Mapping[str, Any]
-    found: Fit  # what works on this machine
+    found: Fit  # B, and whether torch.compile works here
 
 
 def autocast(config, world):
@@ -975,7 +975,7 @@ def complaints(
 
 
 def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) -> TrainConfig:
-    """Make the run's config: check it, and complete it for the data and the machine. UserError if a setting is wrong.
+    """Make the run's config: check it, and fill in what data and machine decide. UserError if a setting is wrong.
 
     Typed settings win over inherited ones (from the run, its parent or its model), and those over the preset's. Rank 0
     makes the config at each start; it keeps the values that an earlier start has completed.

@@ -3,7 +3,7 @@
     python -m bench train       a step, and transformers in a plain loop
     python -m bench train --peer ../nanoGPT --variants batch_size=8 dtype=fp8
     python -m bench ladder      what each optimization adds to plain float32
-    python -m bench hellaswag   packed rows, and four padded rows per example
+    python -m bench hellaswag   ours (packed rows) against four padded rows
     python -m bench sample      generate, a loop without a cache, transformers
 
 Each side is warmed up. Then the sides alternate for --rounds rounds, so that

@@ -39,7 +39,8 @@ class RunOptions(StartOptions):
     activation_checkpointing: bool = False  # recompute activations: less memory, slower
     # FSDP: each rank keeps only its share of weights, gradients and optimizer state, for a model larger than a GPU
     shard: bool = False
-    batch_size: Positive[int] = 64  # B: most sequences per rank and micro-step; lowered until they fit in memory
+    # B: maximum number of sequences per rank and micro-step; lowered until they fit in memory
+    batch_size: Positive[int] = 64
     # evaluation and output, every N steps and after the last one; 0: never
     val_every: int = 250  # steps between validations
     hellaswag_every: int = 250  # steps between HellaSwag scores
