@@ -16,6 +16,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiktoken
 import torch
@@ -124,7 +125,7 @@ def read_model(directory: Path) -> tuple[Any, str]:
     logging.set_verbosity_error()
     loaded: Any = GPT2LMHeadModel.from_pretrained(
         directory,
-        dtype=torch.float32,
+        torch_dtype=torch.float32,  # called dtype since transformers 4.56, which reads both names
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         local_files_only=True,
@@ -325,10 +326,13 @@ def tokenizer_files(enc: tiktoken.Encoding, max_length: int | None = None) -> di
 
     special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.__getitem__)
     pattern: Any = tokenizers.FOR_HUGGINGFACE.get(enc._pat_str, enc._pat_str)
-    converter: Any = TikTokenConverter(pattern=pattern, extra_special_tokens=special_tokens)
-    # the converter's own method reads a file through tiktoken, which caches the file forever
-    converter.load_tiktoken_bpe = lambda path: enc._mergeable_ranks
-    converted = converter.converted()
+    # the second name is that of transformers 4, and each version ignores the other's
+    converter = TikTokenConverter(
+        pattern=pattern, extra_special_tokens=special_tokens, additional_special_tokens=special_tokens
+    )
+    # tiktoken's own function would read a file, and cache it forever
+    with mock.patch("tiktoken.load.load_tiktoken_bpe", return_value=enc._mergeable_ranks):
+        converted = converter.converted()
     for token, i in enc._special_tokens.items():
         if converted.token_to_id(token) != i:
             raise UserError(
