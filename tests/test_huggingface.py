@@ -57,8 +57,11 @@ def refusal(function, *args):
 # ----- Import -------------------------------------------------------------------------------------------
 
 
-def rewrite(hf, change):
-    weights = load_file(hf / "model.safetensors")
+def rewrite(hf, change, prefix="transformer."):
+    """Change the weights in a folder. By default they get the names that transformers itself writes."""
+    weights = {}
+    for name, weight in load_file(hf / "model.safetensors").items():
+        weights[prefix + name] = weight
     change(weights)
     (hf / "model.safetensors").unlink()  # older versions of safetensors still read from it
     save_file(weights, hf / "model.safetensors", {"format": "pt"})
@@ -68,6 +71,14 @@ def test_what_makes_no_difference_is_read(hf):
     expected = read(hf)
     assert expected[0] == dict(block_size=32, vocab_size=257, n_layer=2, n_head=2, n_embd=32)
     change_config(hf, activation_function="gelu_pytorch_tanh", resid_pdrop=0.1, dtype="bfloat16")
+    assert_same_tensors(read(hf), expected)
+    rewrite(hf, lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"].clone()}))
+    assert_same_tensors(read(hf), expected)
+
+
+def test_the_embedding_may_have_the_output_layers_name(hf):
+    expected = read(hf)
+    rewrite(hf, lambda w: w.update({"lm_head.weight": w.pop("transformer.wte.weight")}))
     assert_same_tensors(read(hf), expected)
 
 
@@ -101,12 +112,12 @@ def test_a_config_that_is_none_is_refused(hf):
     assert "config.json" in refusal(load_huggingface, hf)
 
 
-NAME = "h.1.mlp.c_fc.weight"
+NAME = "transformer.h.1.mlp.c_fc.weight"
 BAD_WEIGHTS = {
     "a tensor is missing": (lambda w: w.pop(NAME), NAME),
     "another shape": (lambda w: w.update({NAME: w[NAME][1:]}), NAME),
-    "an untied head": (lambda w: w.update({"lm_head.weight": w["wte.weight"] + 1}), "lm_head.weight"),
-    "not a number": (lambda w: w["wte.weight"].fill_(torch.nan), "not finite"),
+    "an untied head": (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),
+    "not a number": (lambda w: w["transformer.wte.weight"].fill_(torch.nan), "not finite"),
 }
 
 
@@ -227,7 +238,7 @@ def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_del
 
 NOT_THIS_MODEL = {
     "of other weights": lambda hf: export_huggingface(tiny_model(seed=1, vocab_size=257), BYTES, hf),
-    "one number is another": lambda hf: rewrite(hf, lambda weights: weights["ln_f.bias"][7].add_(1)),
+    "one number is another": lambda hf: rewrite(hf, lambda w: w["ln_f.bias"][7].add_(1), ""),
     "missing": shutil.rmtree,
     "weights cut short": lambda hf: os.truncate(hf / "model.safetensors", 50),
 }

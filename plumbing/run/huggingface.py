@@ -129,8 +129,17 @@ def read_model(directory: Path) -> tuple[Any, str]:
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         local_files_only=True,
+        tie_word_embeddings=False,  # transformers 4 would replace an output layer that differs from the embedding
     )
     model, info = loaded
+    missing = info["missing_keys"]
+    head, wte = model.lm_head, model.transformer.wte
+    if "lm_head.weight" in missing:
+        missing.remove("lm_head.weight")
+        head.weight = wte.weight
+    elif "transformer.wte.weight" in missing:
+        missing.remove("transformer.wte.weight")
+        wte.weight = head.weight
     info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.endswith(MASKS)}
     doubts = []
     for kind, names in info.items():
