@@ -272,10 +272,10 @@ def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mixed_folder():
-    """A folder with a README, a text, another text in a folder and a PDF."""
+    """A folder with a README, a text, a hidden one, one in a folder, and what other programs write."""
     folder = Path("texts")
     (folder / "sub").mkdir(parents=True)
-    for name in ("README.md", "b.md", "sub/c.rst", "d.pdf"):
+    for name in ("README.md", "b.md", ".h.md", "sub/c.rst", "d.pdf", "meta.json"):
         (folder / name).write_text(f"In {name}.", encoding="utf-8")
     return folder
 
@@ -286,19 +286,20 @@ def names_of(*patterns):
 
 def test_a_note_says_what_of_a_folder_is_left_out(mixed_folder, capsys):
     assert names_of(mixed_folder) == ["b.md"]
-    note = f"note: 2 of 3 files in {mixed_folder} are left out, such as {mixed_folder}/README.md."
+    note = f"note: 5 of 6 files in {mixed_folder} are left out, such as {mixed_folder}/.h.md."
     assert note in capsys.readouterr().out
 
 
-def test_a_readme_is_read_only_where_it_is_asked_for(mixed_folder):
-    assert names_of(mixed_folder / "**", mixed_folder / "README.md") == ["b.md", "c.rst", "README.md"]
+@pytest.mark.parametrize("name", ["README.md", "meta.json"])
+def test_some_files_are_read_only_where_they_are_asked_for(name, mixed_folder):
+    assert names_of(mixed_folder / "**", mixed_folder / name) == ["b.md", "c.rst", name]
 
 
 @pytest.mark.parametrize(
     "pattern, words",
     [
         ("sub/*.txt", "No file matches .*txt. Check the path"),
-        ("d*", "d.pdf is not read as input. Give files that end in .parquet, .jsonl, "),
+        ("d*", "d.pdf is not read as input. Give files that end in .parquet, .jsonl, .* Convert it: pdftotext FILE"),
     ],
 )
 def test_an_input_without_a_file_to_read_is_refused(mixed_folder, pattern, words):

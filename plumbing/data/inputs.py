@@ -12,8 +12,10 @@ from plumbing.cli import console
 from plumbing.cli.console import UserError
 from plumbing.files import named_errors, open_regular
 
-# never input: files that come with shards or describe a data set
-NO_DATA = re.compile(r"(^|[/\\])((meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state|config)\.json)$")
+# files that come with shards or describe a data set: read only if they are named by their own path
+NO_DATA = re.compile(
+    r"(?i)(^|[/\\])(readme\.md|(meta|tokenizer\.tiktoken|dataset_infos?|dataset_dict|state|config)\.json)$"
+)
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 # {type: the endings of its files}; HTML and source code are read as plain text
 TYPES = {
@@ -22,6 +24,15 @@ TYPES = {
     ".csv": ".csv .tsv",
     ".txt": ".txt .md .html .py .text .markdown .rst .org .adoc .tex .htm .xml .pyi .js .jsx .ts .tsx .c .h .cc"
     " .cpp .hpp .cu .cs .java .go .rs .rb .php .swift .kt .scala .lua .jl .pl .r .sql .sh .css",
+}
+
+# {command that makes a text of a file: the endings of its format}
+CONVERSIONS = {
+    "pdftotext FILE NEW.txt": ".pdf",
+    "pandoc -t plain FILE -o NEW.txt": ".docx .odt .rtf .epub",
+    "unzip FILE": ".zip",
+    "tar -xf FILE": ".tar .tgz",
+    "mv FILE NEW.txt": ".srt .vtt .log",
 }
 
 
@@ -84,7 +95,7 @@ def list_inputs(patterns: Sequence[str], types: Sequence[str] = tuple(TYPES)) ->
 
 
 def list_names(pattern: str, types: Sequence[str]) -> list[str]:
-    """The files of these types that a path or a glob matches. A README.md must be named by its own path."""
+    """The files of these types at a path, directly in a folder, or matching a glob. A note counts all others."""
     is_folder = os.path.isdir(pattern)
     if is_folder and is_data_set(pattern):
         raise UserError(
@@ -93,11 +104,16 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
             f"datasets.load_from_disk('{pattern}/train').to_parquet('train.parquet')."
         )
     names = [pattern]
-    if is_folder or not os.path.lexists(pattern):
-        matching = os.path.join(glob.escape(pattern), "*") if is_folder else pattern
-        names = [name for name in sorted(glob.glob(matching, recursive=True)) if not os.path.isdir(name)]
-    kept = [name for name in names if is_input(name, types)]
-    kept = [name for name in kept if name == pattern or os.path.basename(name).lower() != "readme.md"]
+    if is_folder:
+        names = sorted(str(path) for path in Path(pattern).rglob("*") if not path.is_dir())
+    elif not os.path.lexists(pattern):
+        names = [name for name in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(name)]
+    kept = [name for name in names if file_type(name) in types]
+    if names != [pattern]:
+        kept = [name for name in kept if not NO_DATA.search(name)]
+    if is_folder:
+        shown = [path for path in map(Path, kept) if path.parent == Path(pattern)]
+        kept = [str(path) for path in shown if not path.name.startswith(".")]
     left_out = sorted(set(names) - set(kept))
     if not names:
         raise UserError(
@@ -105,14 +121,20 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
             "and smoltalk.py). From another server, download the file first: curl -LO ADDRESS."
         )
     if not kept:
-        raise UserError(f"{left_out[-1]} is not read as input. Give {supported_files(types)}.")
+        advice = advice_on(left_out[-1], types)
+        raise UserError(f"{left_out[-1]} is not read as input. Give {supported_files(types)}.{advice}")
     if left_out:
-        console.note(f"{len(left_out)} of {len(names)} files in {pattern} are left out, such as {left_out[0]}.")
+        example = f"{left_out[0]}.{advice_on(left_out[0], types)}"
+        console.note(f"{len(left_out)} of {len(names)} files in {pattern} are left out, such as {example}")
     return kept
 
 
-def is_input(name: str, types: Sequence[str]) -> bool:
-    return file_type(name) in types and not NO_DATA.search(name)
+def advice_on(name: str, types: Sequence[str]) -> str:
+    """How a file that was left out can be read; "" if that is unknown."""
+    if file_type(name) in types:  # a hidden one, one in a folder, or one of NO_DATA
+        return " To read it, give its path, or a glob such as 'FOLDER/**'."
+    commands = [command for command, endings in CONVERSIONS.items() if suffix_of(name) in endings.split()]
+    return f" Convert it: {commands[0]}" if commands else ""
 
 
 def is_data_set(folder: str) -> bool:
