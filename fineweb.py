@@ -3,7 +3,7 @@ Python's documentation.
 
     python fineweb.py                        10B tokens of FineWeb-Edu
     python fineweb.py --pretokenized 10      1B of them, ready-made
-    python fineweb.py --dataset python-docs --tokenizer bytes  needs no network
+    python fineweb.py --dataset python-docs  as bytes; needs no network
     python fineweb.py --dataset HuggingFaceFW/fineweb --config sample-10BT
     python fineweb.py --input books/*.txt --out-dir books
 
@@ -69,6 +69,7 @@ from plumbing.files import atomic_write, lock_folder, open_regular, remove_folde
 # {--dataset: (default of --out-dir, beginning of the shards' names)}. Their first shard is for validation; if it is the
 # only one, it is cut in two
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
+TOKENIZERS = {"python-docs": "bytes"}  # {--dataset: default of --tokenizer}; all others: gpt2
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 READY_SHARDS = 99  # for training; one more is for validation
 READY_BYTES = 200_001_024  # of each
@@ -77,7 +78,7 @@ READY_BYTES = 200_001_024  # of each
 def check_options(options: Options) -> None:
     """Raise one UserError that lists everything that is wrong with the flags."""
     complaints = preparation.data_set_complaints(options)
-    changed = [name for name, value in vars(options).items() if value != getattr(Options, name)]
+    changed = [name for name, value in vars(options).items() if value not in (getattr(Options, name), "gpt2")]
     unused = [flags.flag_of(name) for name in changed if name not in ("pretokenized", "out_dir")]
     if options.pretokenized and unused:
         complaints.append(f"--pretokenized downloads ready-made shards, so leave {', '.join(unused)} out.")
@@ -144,7 +145,7 @@ def prepare(options: Options) -> str:
     folder, sources, meta = preparation.plan(options, default=default)
     if meta.dataset in DATASETS:
         meta.validation_every = 0
-    enc = tokenizers.get_encoding(options.tokenizer)
+    enc = tokenizers.get_encoding(options.tokenizer or TOKENIZERS.get(meta.dataset, "gpt2"))
     documents = Documents(options.text_column, options.separator, prefix="" if options.input else prefix)
     preparation.make_shards(folder, meta, documents, enc=enc, sources=sources, options=options)
     return folder
@@ -154,7 +155,12 @@ def make_python_docs(folder: str) -> None:
     """Make the data of preset quickstart (Python's documentation as bytes) unless it is complete."""
     meta = shards.read_meta(folder)
     if not (meta.complete and meta.shards):
-        prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir=folder))
+        prepare(Options(dataset="python-docs", out_dir=folder))
+    elif meta.tokenizer != "bytes":
+        console.note(
+            f"{folder} has tokenizer {meta.tokenizer}, not the bytes that presets quickstart and baby are made for: their "
+            "models become larger. For bytes, move that folder away."
+        )
 
 
 def fetch_pretokenized(options: Options) -> str:

@@ -125,7 +125,7 @@ def test_every_input_has_two_splits(texts):
 def test_of_pythons_documentation_the_first_shard_is_for_validation(lengths, first, monkeypatch):
     texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
     monkeypatch.setattr(python_docs, "python_docs", lambda: texts)
-    folder = make_here(dataset="python-docs", shard_size=1000)
+    folder = make_here(dataset="python-docs", tokenizer="", shard_size=1000)  # bytes, unless another one is typed
     assert len(read(folder, "*_val_*")) == first
     assert sorted(documents(folder, "val") + documents(folder, "train")) == texts
     assert {path.name[:11] for path in folder.glob("*.npy")} == {"pythondocs_"}
@@ -395,12 +395,16 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(path):
     assert listing(make_small(path)) == whole
 
 
-def test_the_quick_start_takes_the_shards_that_are_there(path):
+@pytest.mark.parametrize("name", ["bytes", "small-gpt2"])
+def test_the_quick_start_takes_the_shards_that_are_there(name, path, capsys):
     """Made with another tokenizer, by another Python."""
     folder = make_small(path)
+    change_meta(folder, tokenizer=name)
     before = listing(folder)
+    capsys.readouterr()
     fineweb.make_python_docs(str(folder))
     assert listing(folder) == before
+    assert ("has tokenizer small-gpt2, not the bytes that" in capsys.readouterr().out) == (name != "bytes")
 
 
 # ----- Importing ----------------------------------------------------------------------------------------

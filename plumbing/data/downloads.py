@@ -28,9 +28,9 @@ REFUSALS = {
     "RevisionNotFoundError": "it has no such revision. Choose a commit, branch or tag from its page.",
 }
 NO_NETWORK = (
-    "Check the network and run the command again. Offline, use your own files with --input. fineweb.py also has"
+    "Check the network and run the command again. Offline, use your own files with --input. fineweb.py also has "
+    "--dataset python-docs."
 )
-NO_NETWORK += " --dataset python-docs --tokenizer bytes."
 
 
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:

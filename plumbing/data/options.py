@@ -16,6 +16,7 @@ class DataOptions:
     # and .zst are unpacked
     input: tuple[str, ...] = ()
     out_dir: str | None = None  # folder for the shards; by default named after the data set or the first file
-    tokenizer: str = "gpt2"  # gpt2, bytes, or the path of a .tiktoken file
+    # gpt2 (the default), bytes (the default for python-docs), or the path of a .tiktoken file
+    tokenizer: str = ""
     shard_size: flags.Positive[int] = 100_000_000  # tokens in a shard, roughly; each takes 2 bytes
     num_proc: int = 0  # cores to tokenize on (0: all); changes only the speed

@@ -144,7 +144,7 @@ def find_shards(folder, split):
 OWN_FOLDERS = {
     "edu_fineweb10B": "python fineweb.py",
     "smoltalk": "python smoltalk.py",
-    "python_docs": "python fineweb.py --dataset python-docs --tokenizer bytes",
+    "python_docs": "python fineweb.py --dataset python-docs",
 }
 
 
