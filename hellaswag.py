@@ -113,6 +113,7 @@ class Rendered(NamedTuple):
     endings: list  # per ending, its ids
     label: int  # index of the true ending
     characters: list  # per ending, its length in characters; the harness divides by it
+    harness: bool = False  # whether each ending has its own context in `truncate`
 
 
 def render_example(example, enc, harness=False):
@@ -134,6 +135,7 @@ def render_example(example, enc, harness=False):
         endings=[encode_text(enc, prefix + ending).tolist() for ending in endings],
         label=int(example["label"]),
         characters=[len(ending) for ending in endings],
+        harness=harness,
     )
 
 
@@ -162,14 +164,30 @@ def harness_text(example):
 
 
 def truncate(example, block_size):
-    """Truncate (context, endings) for a model with `block_size` positions.
+    """The four (context, ending) of an example, truncated for a model with `block_size` positions.
 
     An ending keeps its first `block_size` tokens (the model does not read the last one). Then the context keeps as many
-    of its newest tokens as still fit.
+    of its newest tokens as fit together with the longest ending or, as in the harness, with this one.
     """
     endings = [ending[:block_size] for ending in example.endings]
-    longest = max(len(ending) for ending in endings)
-    return example.context[-(block_size + 1 - longest) :], endings
+    longest = max(map(len, endings))
+    pairs = []
+    for ending in endings:
+        room = len(ending) if example.harness else longest
+        pairs.append((example.context[-(block_size + 1 - room) :], ending))
+    return pairs
+
+
+def note_cut(examples, block_size, file=None):
+    """Note how many examples are longer than a model with `block_size` positions."""
+    lengths = [len(example.context) + max(map(len, example.endings)) for example in examples]
+    cut = sum(length > block_size + 1 for length in lengths)
+    if cut:
+        console.note(
+            f"{cut} of {len(examples)} examples of HellaSwag are longer than the model's {block_size} tokens. They "
+            "lose the beginning of their context, so a model that reads more tokens may score better.",
+            file=file,
+        )
 
 
 @torch.no_grad()
@@ -190,7 +208,7 @@ def score(model, examples, n_vocab, *, at_most=2**14):
         for batch, cut in batches:  # a GPU computes while the next batch is prepared
             log_probs.append(score_batch(model, [rows[i] for i in batch], cut, n_vocab=n_vocab))
             bar.update(len(batch))
-    lengths = np.array([list(map(len, endings)) for _, endings in rows])  # (examples, 4)
+    lengths = np.array([len(ending) for _, ending in itertools.chain(*rows)]).reshape(-1, 4)  # (examples, 4)
     total = np.empty((len(rows), 4))
     for (batch, _), of_tokens in zip(batches, log_probs):
         ends = lengths[batch].cumsum()
@@ -202,20 +220,21 @@ def score(model, examples, n_vocab, *, at_most=2**14):
 
 
 def make_batches(rows, batch_tokens, multiple):
-    """Yield batches of the rows (context, endings), as (the rows' numbers, the number of shared tokens).
+    """Yield batches of the rows from `truncate`, as (the rows' numbers, the number of shared tokens).
 
     Shared tokens are at the beginning of each context and run once for its four endings. Their number is a multiple of
-    `multiple`, so that contexts of many lengths fit into a batch; with 0, nothing is shared. The context's last token
-    is never shared, because it predicts the first token of each ending. The longest rows come first: memory use peaks
-    early, and there is little padding.
+    `multiple`, so that contexts of many lengths fit into a batch; with 0, or if the four contexts are cut differently,
+    nothing is shared. The context's last token is never shared, because it predicts the first token of each ending. The
+    longest rows come first: memory use peaks early, and there is little padding.
     """
     cuts = [0] * len(rows)
-    if multiple:
-        cuts = [(len(context) - 1) // multiple * multiple for context, _ in rows]
     rests = []
-    for cut, (context, endings) in zip(cuts, rows):
-        longest = max(map(len, endings))
-        rests.append(len(context) - cut + longest - 1)
+    for i, row in enumerate(rows):
+        lengths = {len(context) for context, _ in row}
+        if multiple and len(lengths) == 1:
+            cuts[i] = (min(lengths) - 1) // multiple * multiple
+        longest = max(len(context + ending) for context, ending in row)
+        rests.append(longest - cuts[i] - 1)
     order = sorted(range(len(rows)), key=lambda i: (cuts[i], rests[i]), reverse=True)
     while order:
         cut = cuts[order[0]]
@@ -236,23 +255,22 @@ def score_batch(model, rows, cut, *, n_vocab):
         c16 c17  b0  0      predict b0 b1
     """
     device = next(model.parameters()).device
-    texts = []
-    for context, endings in rows:
-        texts += [context[cut:] + ending for ending in endings]
-    L = max(map(len, texts)) - 1  # without each ending's last token, which is only predicted
-    idx = np.zeros((len(texts), L), int)
+    pairs = [(context[cut:], ending) for context, ending in itertools.chain(*rows)]
+    L = max(len(context + ending) for context, ending in pairs) - 1  # an ending's last token is only predicted
+    idx = np.zeros((len(pairs), L), int)
     targets = []
     positions = []
-    for row, text in enumerate(texts):
-        idx[row, : len(text) - 1] = text[:-1]
-        context, endings = rows[row // 4]
-        start = len(context) - cut - 1  # the context's last token predicts the first of each ending
-        positions += range(row * L + start, row * L + len(text) - 1)
-        targets += endings[row % 4]
+    for row, (context, ending) in enumerate(pairs):
+        end = len(context + ending) - 1
+        idx[row, :end] = (context + ending)[:-1]
+        positions += range(
+            row * L + len(context) - 1, row * L + end
+        )  # the context's last token predicts the first
+        targets += ending
     cache = None
     if cut:
         cache = KVCache(cut + L)
-        model.hidden_states(copy_to(device, [context[:cut] for context, _ in rows]), cache)
+        model.hidden_states(copy_to(device, [row[0][0][:cut] for row in rows]), cache)
         cache.repeat(4)
     hidden = model.hidden_states(copy_to(device, idx), cache).flatten(0, 1)
     x = hidden[copy_to(device, positions)]  # (N, C), the positions that predict a token of an ending
@@ -324,6 +342,7 @@ def main(args=None):
     for name, prefix, norm in conventions:
         is_harness = prefix == "harness_"
         rendered = [render_example(example, enc, harness=is_harness) for example in examples]
+        note_cut(rendered, model.config.block_size, file=sys.stderr)
         scores: Any = score(model, rendered, enc.n_vocab, at_most=options.batch_tokens)
         chosen = scores[[0, norm]].argmax(2)
         columns[prefix + "pred"], columns[prefix + "pred_norm"] = chosen.tolist()

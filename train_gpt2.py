@@ -1092,6 +1092,7 @@ def setup(start, world) -> Parts:
         # a missing file is downloaded now, rather than in the middle of a run
         path, limit = config.hellaswag_data, config.hellaswag_limit
         examples = world.broadcast_from_master(hellaswag.load_examples, path, enc, limit)
+        hellaswag.note_cut(examples, config.block_size)
     # try a step: find the largest B that fits, and whether this machine can do torch.compile, which `wrap` adds
     trial = dict(wrap=wrap, autocast=autocast, num_ids=num_ids, config=config, world=world)
     found, raw_model.has_cache = try_out(raw_model, optimizers, trial, text=text, longest=config.block_size)

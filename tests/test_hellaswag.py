@@ -117,8 +117,7 @@ def test_no_batch_is_larger_than_it_may_be(multiple, batch_tokens):
     longest = rng.integers(1, 40, 60)  # of the endings
     rows = []
     for context, ending in zip(contexts, longest):
-        endings = [[0], [0], [0], [0] * ending]
-        rows.append(([0] * context, endings))
+        rows.append([([0] * context, [0] * length) for length in (1, 1, 1, ending)])
     seen = []
     for batch, cut in hellaswag.make_batches(rows, batch_tokens, multiple):
         seen += batch
@@ -164,13 +163,36 @@ def test_in_training_no_batch_has_more_tokens_than_one_of_training(B, T, data, o
 def test_too_long_contexts_lose_their_oldest_tokens(first, context, ending):
     endings = [first, [6], [6], [6]]
     example = hellaswag.Rendered(context=[1, 2, 3, 4, 5], endings=endings, label=0, characters=[1] * 4)
-    cut, endings = hellaswag.truncate(example, block_size=4)
-    assert cut == context
-    assert endings[0] == ending
+    pairs = hellaswag.truncate(example, block_size=4)
+    assert pairs[0] == (context, ending)
+    assert [kept for kept, _ in pairs] == [context] * 4
+    # the harness cuts the context for each ending
+    assert hellaswag.truncate(example._replace(harness=True), block_size=4)[1] == ([2, 3, 4, 5], [6])
 
 
-def test_examples_that_are_longer_than_the_block_are_scored():
+def test_examples_that_are_longer_than_the_block_are_scored_as_the_harness_does():
+    """It gives the model the newest tokens of context and ending, as many as it reads, and one to predict."""
+    model = tiny_model(block_size=48)
+    examples = render_all(harness=True)
+    expected = []
+    for example in examples:
+        for ending in example.endings:
+            newest = (example.context + ending)[-49:]
+            logits, _ = model(torch.tensor([newest[:-1]]))
+            log_probs = logits[0, -len(ending) :, :257].log_softmax(-1)
+            expected.append(log_probs[range(len(ending)), ending].sum().item())
+    assert score(model, examples, ENC.n_vocab)[0].ravel() == pytest.approx(expected, abs=1e-3)
     assert np.isfinite(score(tiny_model(block_size=16), render_all(), ENC.n_vocab)).all()
+
+
+def test_examples_that_are_cut_are_counted_and_said(capsys):
+    """The last token is only predicted: 54 bytes of context and ending fit a block of 53."""
+    examples = [render_example(EXAMPLES[0], ENC), render_example(EXAMPLES[2], ENC)]
+    assert len(examples[0].context) + len(examples[0].endings[3]) == 54
+    hellaswag.note_cut(examples, 53)
+    assert not capsys.readouterr().out
+    hellaswag.note_cut(examples, 52)
+    assert "note: 1 of 2 examples of HellaSwag are longer than the model's 52 tokens." in capsys.readouterr().out
 
 
 HARNESS = [
