@@ -158,8 +158,8 @@ def make_python_docs(folder: str) -> None:
         prepare(Options(dataset="python-docs", out_dir=folder))
     elif meta.tokenizer != "bytes":
         console.note(
-            f"{folder} has tokenizer {meta.tokenizer}, not the bytes that presets quickstart and baby are made for: their "
-            "models become larger. For bytes, move that folder away."
+            f"{folder} has tokenizer {meta.tokenizer}, not the bytes that presets quickstart and baby are made for: "
+            "their models become larger. For bytes, move that folder away."
         )
 
 

@@ -128,6 +128,12 @@ def test_weights_that_are_not_those_of_a_gpt2_are_refused(name, hf):
     assert reason in refusal(GPT.from_pretrained, hf)
 
 
+def test_a_file_of_a_folder_stands_for_the_folder(hf):
+    assert_same_tensors(
+        load_model(str(hf / "model.safetensors"))[0].state_dict(), load_model(str(hf))[0].state_dict()
+    )
+
+
 def test_weights_cut_short_are_refused(hf):
     os.truncate(hf / "model.safetensors", 5000)
     assert "Could not read the weights" in refusal(load_huggingface, hf)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -207,17 +208,33 @@ def peers(tmp_path, monkeypatch):
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
-def test_a_peers_checkpoint_is_read(name, peers):
-    """nanoGPT's has no biases, which is the same as biases of 0."""
+def test_a_peers_checkpoint_is_read(name, peers, capsys):
+    """nanoGPT's has no biases, which is the same as biases of 0, and another GELU."""
     folder, expected = peers
     if name == "ckpt.pt":
         for key in expected:
             if key.endswith("bias"):
                 expected[key] = torch.zeros_like(expected[key])
     model, enc = train_gpt2.load_model(str(folder / name))
+    assert ("nanoGPT computes GELU exactly" in capsys.readouterr().out) == (name == "ckpt.pt")
     assert enc.name == "gpt2"
     assert model.config.n_head == 2
     assert_same_tensors(dict(model.state_dict()), dict(expected))
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "_fsdp_wrapped_module._checkpoint_wrapped_module."])
+def test_names_of_wrappers_are_left_out_wherever_they_stand(wrapper, peers):
+    """As block by block they are compiled or shared out. And others call the weights model_state_dict."""
+    folder, expected = peers
+
+    def wrap(content):
+        weights = {re.sub(r"(\.h\.\d+\.)", rf"\1{wrapper}", name): weight for name, weight in expected.items()}
+        content.update(model_state_dict={f"{wrapper}{name}": weight for name, weight in weights.items()})
+        content.pop("model")
+
+    change_checkpoint(folder / "ckpt.pt", wrap)
+    assert_same_tensors(dict(train_gpt2.load_model(str(folder / "ckpt.pt"))[0].state_dict()), dict(expected))
 
 
 UNUSABLE = {
@@ -225,7 +242,8 @@ UNUSABLE = {
     "transformer.ln_f.weight": lambda c: c["model"].pop("module._orig_mod.transformer.ln_f.weight"),
     "not finite": lambda c: [weight.fill_(torch.nan) for weight in c["model"].values()],
     "an n_head of None": lambda c: c["model_args"].clear(),
-    "no embeddings": lambda c: c.pop("model"),
+    "no embeddings or no blocks under GPT-2's names, but no weights": lambda c: c.pop("model"),
+    "but x.0, x.1, x.2": lambda c: c.update(model={f"x.{i}": torch.zeros(2) for i in range(9)}),
     "is not a checkpoint of train_gpt2.py": lambda c: c.update(model_args=None),
 }
 
@@ -236,6 +254,14 @@ def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(words, peers):
     path = peers[0] / "ckpt.pt"
     change_checkpoint(path, UNUSABLE[words])
     assert words in refused(sample.main, "abc", "-m", path)
+
+
+def test_what_is_not_there_and_a_folder_without_a_model_are_told_apart(tmp_path, monkeypatch):
+    """Also where the folder has the name of a GPT-2."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    assert "error: gpt2 is a folder without a model. Name a checkpoint" in refused(sample.main, "Hi", "-m", "gpt2")
+    assert "error: There is no gpt3. Name a checkpoint" in refused(sample.main, "Hi", "-m", "gpt3")
 
 
 def test_the_newest_run_in_a_folder_of_runs_is_named(tmp_path):

@@ -165,7 +165,9 @@ def shape_of(weights: Weights, n_head: Any, source: Name) -> dict[str, int]:
     wpe = matrices.get("transformer.wpe.weight")
     n_layer = sum(name.endswith(".ln_1.weight") for name in weights)
     if wte is None or wpe is None or n_layer == 0:
-        problem = "no embeddings or no blocks"
+        problem = (
+            f"no embeddings or no blocks under GPT-2's names, but {', '.join([*weights][:3]) or 'no weights'}"
+        )
     elif not all(weight.sum().isfinite() for weight in weights.values()):  # faster than checking each number
         problem = "weights that are not finite, as after a training that diverged"
     elif type(n_head) is not int or n_head < 1 or wte.size(1) % n_head:

@@ -29,6 +29,8 @@ from plumbing.run.checkpoint import (
 from plumbing.system.memory import SkipInit, new_model
 
 Config = TypeVar("Config")
+# what DDP, torch.compile, FSDP and checkpoint wrappers add to a name, where their module stands
+WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 OPENAI_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
@@ -49,7 +51,9 @@ class SavedModel:
 def load_saved_model(source: str) -> SavedModel:
     """Load a GPT-2 by name, a folder in Hugging Face format, a checkpoint, or the newest checkpoint of a run."""
     path = Path(source)
-    if source in OPENAI_MODELS or (path / "config.json").exists():
+    if path.suffix != ".pt" and path.is_file() and (path.parent / "config.json").exists():
+        source, path = str(path.parent), path.parent  # a file of a folder in Hugging Face format
+    if (path / "config.json").exists() or (source in OPENAI_MODELS and not path.exists()):
         settings, weights = huggingface.load_huggingface(source)
         return SavedModel(settings, weights, lambda: huggingface.load_tokenizer(source, settings))
     if path.is_file():
@@ -57,7 +61,8 @@ def load_saved_model(source: str) -> SavedModel:
         settings = peer_settings(content)
         if settings is None:
             return from_checkpoint(as_checkpoint(content, path))
-        return from_peer(content.get("model", {}), settings, path)
+        weights = content.get("model", content.get("model_state_dict", {}))
+        return from_peer(weights, settings, path)
     if checkpoint := newest_checkpoint(path):
         return from_checkpoint(checkpoint)
     runs = [run.parent for run in path.glob("*/model_*.pt")]
@@ -66,10 +71,11 @@ def load_saved_model(source: str) -> SavedModel:
         raise UserError(
             f"There is no model in {source}, but in folders inside it. The newest run is in {newest}."
         )
-    nearest = suggest(source, [*OPENAI_MODELS, *map(str, list_checkpoints(path.parent))])
+    problem = f"{source} is a folder without a model" if path.exists() else f"There is no {source}"
+    nearest = suggest(source, [*map(str, list_checkpoints(path.parent)), *OPENAI_MODELS])
     raise UserError(
-        f"There is no model in {source}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face "
-        f"format, or a GPT-2. {nearest} To train a model: python train_gpt2.py --preset quickstart"
+        f"{problem}. Name a checkpoint (model_*.pt), a run's folder, a folder in Hugging Face format, or a GPT-2. "
+        f"{nearest} To train a model: python train_gpt2.py --preset quickstart"
     )
 
 
@@ -95,8 +101,11 @@ def peer_settings(content: dict[str, Any]) -> dict[str, Any] | None:
 
 def from_peer(weights: dict[str, Tensor], settings: dict[str, Any], path: Name) -> SavedModel:
     """A model of nanoGPT or build-nanogpt with these weights and settings. Its tokenizer is GPT-2's."""
-    # without the prefixes of DDP and torch.compile
-    weights = {re.sub(r"^(module\.|_orig_mod\.)*", "", name): weight for name, weight in weights.items()}
+    weights = {WRAPPERS.sub("", name): weight for name, weight in weights.items()}
+    if "bias" in settings:
+        note(
+            "Since June 2023, nanoGPT computes GELU exactly. Here it is GPT-2's approximation: logits differ a little."
+        )
     weights, shape = huggingface.convert_peer_weights(weights, settings.get("n_head"), path)
     return SavedModel(shape, weights, lambda: tokenizers.get_encoding("gpt2"))
 
