@@ -1,4 +1,4 @@
-"""--shard: a model whose weights and optimizer state are shared out over the ranks trains as DDP's does."""
+"""--shard: a model whose weights and optimizer state are split across the ranks trains as DDP's does."""
 
 import re
 
@@ -181,7 +181,7 @@ REFUSED = {
     ),
     "a part of the model": (
         {SCALER: '    own["norm"] = raw_model.transformer.ln_f\n' + SCALER},
-        "Parts.own['norm'] has shares of the model's weights",
+        "Parts.own['norm'] has shards of the model's weights",
     ),
     "an optimizer inside another one": (OPTIMIZERS["Inside"], "needs optimizers whose state_dict() has state"),
 }
@@ -194,11 +194,11 @@ def test_what_cannot_be_shared_out_is_one_line_before_the_first_step(name, chang
     assert not list(out.glob("*"))
 
 
-def test_one_process_has_nothing_to_share_out(data, tmp_path):
+def test_one_process_has_nothing_to_split(data, tmp_path):
     """It trains."""
     said = train(data, tmp_path / "out", shard=True)
     train(data, tmp_path / "plain")
-    assert "A single process has nobody to share with" in said
+    assert "With a single process there is nothing to split" in said
     assert log_lines(tmp_path / "out") == log_lines(tmp_path / "plain")
 
 

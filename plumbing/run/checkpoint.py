@@ -59,7 +59,7 @@ class Checkpoint(TypedDict):
     code: source_code.Code  # the code that trained it
     temporary: list[int]  # steps whose checkpoints in the same folder may be deleted
     finished: bool  # whether the run's last evaluation is done
-    launch: str  # of the torchrun that wrote it, see run.py
+    launch: str  # logs.torchrun_id() of the torchrun that wrote it
 
 
 class PeerConfig:
@@ -195,7 +195,7 @@ def check_own(own: Mapping[str, Any]) -> None:
 
 
 def check_sharded(state: dict[str, Any]) -> None:
-    """Raise UserError if a resume could not share out this training state again."""
+    """Raise UserError if a resume could not shard this training state again."""
     for optimizer in state["optimizer"]:
         if "state" not in optimizer:
             raise UserError(
@@ -205,7 +205,7 @@ def check_sharded(state: dict[str, Any]) -> None:
     for name, values in state["own"].items():
         if any(hasattr(leaf, "placements") for leaf in tree_flatten(values)[0]):
             raise UserError(
-                f"Parts.own[{name!r}] has shares of the model's weights, which no resume could share out again. Leave "
+                f"Parts.own[{name!r}] has shards of the model's weights, which no resume could split again. Leave "
                 "it out, or train without --shard."
             )
 
@@ -259,7 +259,7 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
             if config.shard:
                 from plumbing.system import sharding  # takes a second to import
 
-                state = sharding.share_out_state(state, parameters_of(optimizer), parts.world)
+                state = sharding.shard_state(state, parameters_of(optimizer), parts.world)
             load_optimizer(optimizer, state, then=then, now=now_made)
     if parts.scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         parts.scaler.load_state_dict(saved["scaler"])
@@ -424,7 +424,7 @@ class CheckpointWriter:
         self.has_written = True
 
     def delete_old(self) -> None:
-        """Delete old checkpoints, once the newest one is known to be good."""
+        """Delete old checkpoints, once the newest one is known to be good: a step that started from it was finite."""
         if self.has_written:
             self.has_written = False
             for old in list_checkpoints(self.lock.folder)[: -self.keep]:

@@ -170,9 +170,8 @@ def check_repeat(run: Logged, other: Logged, stream: str) -> None:
             continue
         end = last_value(run, name)
         others_end = last_value(other, name)
-        if not np.isclose(
-            end, others_end, rtol=1e-4, equal_nan=True
-        ):  # sums in another order change the last digits
+        # sums in another order change the last digits
+        if not np.isclose(end, others_end, rtol=1e-4, equal_nan=True):
             raise UserError(
                 f"{run.folder} and {other.folder} have the same settings, code and seed, but end at {end} and "
                 f"{others_end} ({name}). Something that is not recorded was different, such as the machine or a "

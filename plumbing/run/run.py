@@ -93,7 +93,7 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
             if held:
                 held.clear()
         gc.collect()
-        gc.freeze()  # what exists now lives to the end: exclude it from garbage collection
+        gc.freeze()  # these objects live to the end: skip them in garbage collection
         stack.callback(gc.unfreeze)  # otherwise triton's bindings report live objects at exit
         try:
             yield run

@@ -35,7 +35,7 @@ MakeConfig = Callable[[dict[str, Any], dict[str, Any], World], Any]
 
 
 class Start(NamedTuple):
-    """The decision about a start: the config, and a checkpoint or weights to start from. A new model has neither."""
+    """The decision about a start: the config, and a checkpoint or weights to start from, None for a new model."""
 
     config: Any  # the TrainConfig, made once
     typed: dict[str, Any]  # the typed settings, by name
@@ -78,7 +78,7 @@ def begin(
         request = Request(asked, typed, make_config, world=world)
         start = world.broadcast_from_master(decide, request, keeps=is_sharded)
         if asked.shard and world.size == 1:
-            note("--shard shares out a model over several ranks. A single process has nobody to share with.")
+            note("--shard splits a model across ranks. With a single process there is nothing to split.")
         devices.choose_dtype(start.config.dtype, world.device)  # another rank's device may lack it
         if start.ended:
             world.run_on_master(report_finished, start.config, start.saved, model_class)
@@ -366,7 +366,7 @@ def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torc
 def sharded_model(
     model_class: type, start: Start, shard: Callable[..., None], *, text: Any, num_ids: int, longest: int, world: World
 ) -> Any:  # fmt: skip
-    """The model with its first weights, shared out over the ranks by shard(model, config, world).
+    """The model with its first weights, split across the ranks by shard(model, config, world).
 
     Rank 0 makes the whole model in main memory, and examines it there: see `try_out`.
     """
@@ -385,7 +385,7 @@ def sharded_model(
         shard(model, config, world)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UserError(
-            f"--shard cannot share out this model: {first_line(error)}. Change that in the model, or leave --shard out."
+            f"--shard cannot split this model: {first_line(error)}. Change that in the model, or leave --shard out."
         ) from None
     from plumbing.system import sharding  # takes a second to import
 
@@ -395,7 +395,7 @@ def sharded_model(
 
 
 def examine(model: Any, text: Any, *, num_ids: int, longest: int, world: World) -> bool:
-    """Whether a cache works for the model. Rank 0 examines its model, and all ranks get the answer.
+    """Whether decoding with a KV cache gives the same result. Rank 0 checks it for all.
 
     text: a batch of validation data (B, T), or None; longest: see `try_out`.
     """

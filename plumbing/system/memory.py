@@ -36,7 +36,7 @@ def count_parameters(model: Any) -> int:
 def check_memory(make_model: Callable[[], Any], device: torch.device, *, ranks: int, shares: int = 1) -> None:
     """Raise UserError if a model is too large to train on a device. The check takes no memory for its weights.
 
-    ranks: the run's number of ranks; shares: the number of ranks over which the model is shared out.
+    ranks: the run's number of ranks; shares: the number of ranks across which the model is split.
     """
     try:
         with torch.device("meta"), SkipInit():

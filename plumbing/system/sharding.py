@@ -1,4 +1,4 @@
-"""A model whose weights, gradients and optimizer state are shared out over the ranks, by torch's FSDP2.
+"""A model whose weights, gradients and optimizer state are split across the ranks, by torch's FSDP2.
 
 Rank 0 makes the whole model in its main memory and hands each rank its rows. A checkpoint has whole tensors, so that a
 run can continue sharded, on another number of ranks, or in DDP. All of this leaves an unsharded model unchanged.
@@ -30,7 +30,7 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             source = whole.get_parameter(name).detach() if whole else None
-            p.copy_(share_out(source, p, world))
+            p.copy_(shard_tensor(source, p, world))
         for name, buffer in model.named_buffers():
             if whole:
                 buffer.copy_(whole.get_buffer(name))
@@ -45,8 +45,8 @@ def extra_state(whole: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in whole.state_dict().items() if not isinstance(value, torch.Tensor)}
 
 
-def share_out(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor:
-    """Share out rank 0's whole tensor like the sharded parameter p. The other ranks read only its shape and dtype."""
+def shard_tensor(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor:
+    """Split rank 0's whole tensor like the sharded parameter p. The other ranks read only its shape and dtype."""
     like = p if tensor is None else tensor
     if world.is_master:
         full = like.to(world.device)
@@ -58,10 +58,10 @@ def share_out(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor
     return full
 
 
-def share_out_state(state: dict[str, Any], parameters: list[torch.Tensor], world: World) -> dict[str, Any]:
-    """Share out an optimizer's state dict like its parameters. Only rank 0 has the large tensors in it.
+def shard_state(state: dict[str, Any], parameters: list[torch.Tensor], world: World) -> dict[str, Any]:
+    """Split an optimizer's state dict like its parameters. Only rank 0 has the large tensors in it.
 
-    A tensor is shared out by rows if it has as many rows as its parameter. An average over columns has.
+    A tensor is split by rows if it has as many rows as its parameter. An average over columns has.
     """
     shared = {}
     for number, values in state["state"].items():
@@ -71,7 +71,7 @@ def share_out_state(state: dict[str, Any], parameters: list[torch.Tensor], world
             if not isinstance(value, torch.Tensor):
                 continue
             if isinstance(p, DTensor) and value.dim() > 0 and value.size(0) == p.size(0):
-                shared[number][name] = share_out(value, p, world)
+                shared[number][name] = shard_tensor(value, p, world)
             else:
                 shared[number][name] = world.fetch(value)
     others = {name: value for name, value in state.items() if name != "state"}
