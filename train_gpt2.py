@@ -450,7 +450,10 @@ class DataLoaderLite:
         return self.order.count_targets(self.position + np.arange(num_windows))
 
     def read_batch(self, position, B):
-        """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one."""
+        """Read this rank's batch at `position` into host memory: [tokens (B, T + 1)], plus the mask if there is one.
+
+        A thread does this two batches ahead: draw random numbers from a generator that `position` seeds.
+        """
         arrays = self.order.read(position + self.rank * B + np.arange(B))
         batch = [torch.from_numpy(array) for array in arrays]
         if self.device.type == "cuda":  # pinned memory lets the copy overlap with computation
@@ -936,7 +939,7 @@ def complaints(
         width = max(1, round(c.n_embd / c.n_head)) * c.n_head
         yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
     if c.sequence_length > c.block_size:
-        yield f"--sequence-length {c.sequence_length} is above --block-size. Use {c.block_size}, or another model."
+        yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower the first one."
     folders = {os.path.realpath(folder) for folder in c.data}
     if len(folders) < len(c.data):
         yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and set shares with --data-weights."
@@ -1083,6 +1086,7 @@ def setup(start, world) -> Parts:
     else:
         raw_model = first_model(GPT, start, world.device, ranks=world.size)
         set_computation(raw_model, config)
+    # from here on the model has the weights that this start begins with: initialize them in GPT.__init__
     optimizers = configure_optimizers(raw_model, config)
     keep_peak_rates(optimizers)
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
@@ -1133,12 +1137,22 @@ def fit(parts: Parts, run):
             if not is_saved:
                 run.save(step, finished=last and not run.stopping)
             break
-        began = time.perf_counter()
-        done = train_step(step, parts, run.signals)
-        if step == run.start_step:
-            note_jump_of_rate(step, done.lr, run.parents_lr, config=config)
-        run.log_step(step, done, seconds=time.perf_counter() - began)
+        take_step(step, parts, run)
+    if run.stopping:
+        # the next start repeats these steps and compares the losses, because state that no checkpoint holds would be
+        # lost in silence. The second one's depends on all that an update uses
+        for repeated in range(step, min(step + 2, config.max_steps)):
+            take_step(repeated, parts, run)
     return run.finish(step)  # exports the model, unless the run was stopped
+
+
+def take_step(step: int, parts: Parts, run):
+    """Take a step and log it."""
+    began = time.perf_counter()
+    done = train_step(step, parts, run.signals)
+    if step == run.start_step:
+        note_jump_of_rate(step, done.lr, run.parents_lr, config=parts.config)
+    run.log_step(step, done, seconds=time.perf_counter() - began)
 
 
 def train(typed: dict[str, Any]):

@@ -327,6 +327,27 @@ HIDDEN = {
 }
 
 
+SECOND_LIVES = {  # {what a start changes: (the edit, which loss shows it)}
+    "a count": (HIDDEN, "training loss of step [57]"),
+    "weights that setup makes": (
+        {SCALER: "    nn.init.zeros_(raw_model.transformer.h[0].mlp.c_proj.weight)\n" + SCALER},
+        "training loss of step 6",
+    ),
+    "an attribute that validation reads": (
+        {
+            "        return self.lm_head(x)\n": "        scale = 1 if self.training else getattr(self, 'scale', 1)\n"
+            "        return self.lm_head(x) * scale\n",
+            STEPS: "    parts.raw_model.scale = 1.1\n" + STEPS,
+        },
+        "validation loss of step 4",
+    ),
+}
+STOPPED_IN_VALIDATION = {
+    "            losses = [evaluate_val_loss(": "            if step == 8 and run.start_step == 0 and config.resume:\n"
+    "                os.kill(os.getpid(), 15)\n            losses = [evaluate_val_loss(",
+}
+
+
 PLATEAU = {
     '            group["lr"] = lr * group["initial_lr"] / config.max_lr\n': "            pass\n",
     SCALER: "    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0], patience=1)\n"

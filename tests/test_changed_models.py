@@ -1,6 +1,7 @@
 """A changed model is a model: edits of train_gpt2.py as people make them, each through the whole life of a run."""
 
 import itertools
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -151,6 +152,14 @@ def test_a_run_that_continues_with_other_code_names_both(unfinished, data, tmp_p
     copy = load_checkpoint(unfinished / "model_00001.pt")["code"]["other.py"]
     assert copy in said
     assert (unfinished / copy).read_bytes() == (tmp_path / "other.py").read_bytes()
+
+
+@pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
+@pytest.mark.parametrize("max_steps", [0, 1])
+def test_weights_that_are_trained_further_may_be_those_of_other_code(max_steps, unfinished, data, tmp_path):
+    """But losses of a model are those of its code."""
+    said = train(data, tmp_path / "new", init_from=unfinished, max_steps=max_steps)
+    assert ("was trained by other code" in said) == (max_steps == 0)
 
 
 @pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
@@ -307,6 +316,18 @@ def test_nothing_of_this_is_said_of_gpt2(data, out, examined):
     assert "there are gradients" not in said
 
 
+def test_random_numbers_in_evaluation_are_said_in_one_line(changed, examined):
+    said = changed({edits.GELU: f"{edits.GELU} * (1 + 0.1 * torch.randn(()))"}).train(**examined)
+    [line] = [line for line in said.splitlines() if line.startswith(("note: The model", "warning: ", "note: With"))]
+    assert "draws random numbers in evaluation" in line
+
+
+def test_dropout_on_another_number_of_ranks_is_no_lost_state(changed):
+    trainer = changed(edits.EDITS["a field and dropout"])
+    trainer.kill("out", dropout=0.2)
+    assert "before the run was stopped" not in trainer.train(ranks=2, dropout=0.2)
+
+
 def test_a_mistake_in_the_model_shows_as_itself(changed, out):
     """And not as torch.compile's."""
     trainer = changed({edits.PROJECTION: edits.PROJECTION.replace("4", "3")})
@@ -389,6 +410,16 @@ def test_ranks_that_train_different_models_are_told_after_the_first_step_with_wh
         {edits.HIDDEN_STATES: frozen + edits.HIDDEN_STATES, loop: "    model.requires_grad_(True)\n" + loop}
     )
     assert "After step 0, transformer.wpe.weight is not the same on all ranks" in trainer.error(ranks=2)
+
+
+def test_ranks_may_differ_where_the_trainer_says_so(changed, out):
+    """As in DiLoCo, between two exchanges."""
+    edit = {
+        edits.SCALER: "    raw_model.ranks_differ = True\n" + edits.SCALER,
+        edits.STEPS: "    next(parts.raw_model.parameters()).grad *= 1 + world.rank\n" + edits.STEPS,
+    }
+    changed(edit).train(ranks=2)
+    assert len(losses(out)) == 12
 
 
 def test_a_branch_whose_settings_change_the_model_is_examined_again(changed, tmp_path):
@@ -479,13 +510,23 @@ def test_float32_state_of_bfloat16_weights_is_not_rounded_on_resume(changed):
     trainer.check_resume(trainer.kill)
 
 
-def test_steps_that_are_done_again_are_compared_with_what_they_were(changed):
-    """Where the training counts in a global variable, a resumed run is another run, and only its log can tell."""
-    trainer = changed(edits.HIDDEN)
-    trainer.kill("out", step=7, warmup_steps=0)
+@pytest.mark.parametrize(
+    "name, interrupt",
+    [
+        ("a count", "kill"),
+        ("a count", "stop"),
+        ("weights that setup makes", "stop"),
+        ("an attribute that validation reads", "kill"),
+    ],
+)
+def test_what_is_done_again_is_compared_with_what_it_was(name, interrupt, changed):
+    """Where a start begins with other things than the last one had, only the log can tell."""
+    edit, words = edits.SECOND_LIVES[name]
+    trainer = changed(edit)
+    getattr(trainer, interrupt)("out", warmup_steps=0, val_every=2)
     before = trainer.log("out")
-    said = trainer.train(warmup_steps=0)
-    assert "before the run was stopped, and is" in said
+    said = trainer.train(warmup_steps=0, val_every=2)
+    assert re.search(f"The {words} was .* before the run was stopped, and is", said)
     assert trainer.log("out")[: len(before)] != before
 
 
@@ -556,7 +597,17 @@ def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed(changed):
     trainer = changed(edits.PLATEAU)
     trainer.check_resume(trainer.kill)
     for out in ("whole", "resumed"):
-        assert trainer.saved(out)["own"]["plateau"]["last_epoch"] == 4
+        assert trainer.saved(out)["own"]["plateau"]["last_epoch"] == 3, "of the evaluations of steps 0, 4 and 8"
+
+
+def test_an_evaluation_in_which_a_run_is_stopped_counts_once(changed):
+    """Step 8 has no other checkpoint than that of the stop."""
+    trainer = changed(edits.PLATEAU | edits.STOPPED_IN_VALIDATION)
+    options = dict(checkpoint_every=5, max_lr=1e-2, val_every=2)
+    trainer.train("whole", resume=False, **options)
+    assert "Stopped after 8 steps" in trainer.train("resumed", **options)
+    trainer.train("resumed", **options)
+    assert trainer.log("resumed") == trainer.log("whole")
 
 
 def test_an_evaluation_that_counts_counts_once_in_a_branch(changed, tmp_path):

@@ -201,6 +201,7 @@ def test_gradients_that_no_checkpoint_has_are_said(changed):
     zero_grad = "        optimizer.zero_grad("
     said = changed({zero_grad: "        if step % 3 == 2:\n    " + zero_grad}).train()
     assert "After step 4 there are gradients" in said
+    assert said.count("there are gradients") == 1
 
 
 # each block, but not in its first pass, which alone would not show that there are others

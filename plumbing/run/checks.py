@@ -47,6 +47,13 @@ def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bo
     most = max(LEAST_TOKENS, int((GPU_WORK if on_gpu else CPU_WORK) / parameters))
     cut = [text[: max(1, most // text.size(1)), :most].to(device) for text in texts]
     with quiet(model):
+        if not is_close(model.hidden_states(cut[0]), model.hidden_states(cut[0])):
+            note(
+                "The model draws random numbers in evaluation as well, so its losses, scores and samples differ from "
+                "one time to the next, and it was not examined. Draw them only `if self.training`.",
+                file=sys.stderr,
+            )
+            return False
         if is_new:
             check_new(model, cut[0], copies=on_gpu or parameters <= COPIED_PARAMETERS)
         has_cache = all(is_cache_right(model, idx) for idx in cut)
@@ -55,8 +62,6 @@ def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bo
             "With a cache this model computes something else, so samples and HellaSwag do not use one.",
             file=sys.stderr,
         )
-    if is_new and most < max(text.size(1) for text in texts):
-        note(f"On this CPU the model was examined on {most} tokens. Longer texts may show other faults.")
     return has_cache
 
 
@@ -209,15 +214,17 @@ def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
         raise UserError(
             f"After step {step}, {names[int(differs.argmax())]} is not the same on all ranks, so each rank trains "
             "another model. DDP averages the gradients only of parameters that required one when the run began, and "
-            "each must get one in every step. Random numbers differ between ranks. No checkpoint was written."
+            "each must get one in every step. Random numbers differ between ranks. No checkpoint was written. If ranks "
+            "are meant to differ between checkpoints, set raw_model.ranks_differ = True in setup()."
         )
 
 
-def note_gradients(model: torch.nn.Module, step: int) -> None:
-    """Note if a checkpoint is written while there are gradients: it does not hold them."""
+def note_gradients(model: torch.nn.Module, step: int) -> bool:
+    """Note, and return, if a checkpoint is written while there are gradients: it does not hold them."""
     left = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
     if left:
         note(
             f"After step {step} there are gradients, for example of {left[0]}. No checkpoint holds them, so a run "
             "that is resumed here computes other updates."
         )
+    return bool(left)

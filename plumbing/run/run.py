@@ -1,6 +1,7 @@
 """A run in progress: its console lines, its log and checkpoints, and its end."""
 
 import contextlib
+import copy
 import functools
 import gc
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from plumbing.cli.console import (
     UserError,
@@ -40,6 +42,7 @@ from plumbing.system import devices
 from plumbing.system.collectives import class_of
 
 SECONDS_PER_LINE = 0.5  # the least time between the console's lines about steps
+LOSSES = {"train": "training", "val": "validation"}  # what is compared with an earlier start's log
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
 
 
@@ -61,7 +64,9 @@ class RunFiles:
     log: IO[str]
     writer: CheckpointWriter
     wandb: WandbLog | None
-    earlier_losses: dict[int, float]  # {step: loss} of steps after the checkpoint that an earlier start has done
+    # {(step, stream): value} of the first steps and validations from the checkpoint on that an earlier start has done
+    earlier_losses: dict[tuple[int, str], float]
+    has_moved: bool  # whether that start had another number of ranks
     parents_lr: float | None  # for a new branch: the learning rate of its parent's last step
 
 
@@ -112,11 +117,15 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
     config = start.config
     out_dir = Path(config.out_dir)
     path = out_dir / "log.txt"
+    has_moved = logs.read_run(out_dir).fact("ranks", "1") != str(parts.world.size)
     prepare_folder(start, parts)
     earlier_losses = {}
     if start.saved and not start.branched and path.exists():
+        steps = range(start.step, start.step + 10)  # on other ranks, the rounding differs more with each step
         logged = logs.read_log(path)
-        earlier_losses = {at: value for at, stream, value in logged if stream == "train" and at >= start.step}
+        earlier_losses = {
+            (at, stream): value for at, stream, value in logged if stream in LOSSES and at in steps
+        }
     parent = Path(start.branched["parent"]) if start.branched else out_dir
     log = logs.open_log(out_dir, parent, start.step)
     stack.callback(close_log, log)
@@ -131,7 +140,14 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
     if config.wandb:
         wandb = WandbLog(config, logs.read_log(path))
         stack.push(functools.partial(finish_wandb, wandb))
-    return RunFiles(log=log, writer=writer, wandb=wandb, earlier_losses=earlier_losses, parents_lr=parents_lr)
+    return RunFiles(
+        log=log,
+        writer=writer,
+        wandb=wandb,
+        earlier_losses=earlier_losses,
+        has_moved=has_moved,
+        parents_lr=parents_lr,
+    )
 
 
 def close_log(log: IO[str]) -> None:
@@ -167,6 +183,10 @@ class Run:
         self.val_loss = start.saved.get("val_loss") if start.saved else None  # the last one measured
         # the validation loss of model_best.pt
         self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
+        self.before_evaluations: dict[
+            str, Any
+        ] = {}  # the state before this step's evaluations, if there are any
+        self.has_gradients = False  # whether a checkpoint was written while there were any
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
         self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.torchrun_id()}
@@ -179,6 +199,7 @@ class Run:
         if not self.files:
             return
         self.files.writer.raise_error()  # a full disk ends the run now, not at the next checkpoint
+        self.compare_with_before(step, streams)
         if text:
             print(f"step {step:5d} | {text}", flush=True)
         logs.write_log(self.files.log, step, streams)
@@ -187,7 +208,14 @@ class Run:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Context for an evaluation. A signal to stop does not cut it short; then all ranks learn of the signal."""
+        """Context for an evaluation. A signal to stop does not cut it short; then all ranks learn of the signal.
+
+        A checkpoint that is written after it is of the moment before it, because the next start repeats it.
+        """
+        if self.parts.loader and not self.before_evaluations:
+            state = training_state(self.parts)
+            own = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.cpu, state["own"]))
+            self.before_evaluations = state | {"own": own}
         self.signals.evaluating = True
         yield
         self.signals.evaluating = False
@@ -232,12 +260,14 @@ class Run:
         """Report a step. done: the trainer's Step; seconds: how long it took."""
         now = time.perf_counter()
         self.stopping = done.stop
+        self.before_evaluations = {}
         if step == self.start_step:
             self.first_step_ended = now
             if math.isfinite(done.norm):  # otherwise no optimizer has taken a step yet
                 note_state(self.parts.optimizers)
+            if self.files and self.files.has_moved and devices.has_drawn(self.world.device):
+                self.files.earlier_losses.clear()  # each rank draws its own numbers, for dropout for example
             self.check_ranks(step)
-        self.compare_with_before(step, done.loss)
         rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still
         text = ""
         # nobody could read faster lines; log.txt has every step
@@ -249,21 +279,19 @@ class Run:
         if self.files:
             self.files.writer.delete_old()  # this step was finite, so it started from a good checkpoint
 
-    def compare_with_before(self, step: int, loss: float) -> None:
-        """Note if a step that is repeated after a crash has a different loss than the first time.
-
-        On another number of ranks, the rounding differs more with each step, so only the first steps are compared.
-        """
-        if not self.files or step >= self.start_step + 10:
-            return
-        before = self.files.earlier_losses.pop(step, loss)
+    def compare_with_before(self, step: int, streams: dict[str, float]) -> None:
+        """Note if a step or a validation that an earlier start has done has another loss now."""
+        assert self.files
         limit = 1e-5 if self.config.dtype == "float32" else 1e-2
-        if abs(loss - before) > limit * abs(before):
-            self.files.earlier_losses.clear()  # one note is enough
-            note(
-                f"The loss of step {step} was {before:.6f} before the run was stopped, and is {loss:.6f} now. "
-                "Perhaps the training uses a state that no checkpoint holds: see Parts.own in the trainer."
-            )
+        for stream, value in streams.items():
+            before = self.files.earlier_losses.get((step, stream), value)
+            if abs(value - before) > limit * abs(before):
+                self.files.earlier_losses.clear()  # one note is enough
+                note(
+                    f"The {LOSSES[stream]} loss of step {step} was {before:.6f} before the run was stopped, and is "
+                    f"{value:.6f} now. Perhaps the training uses a state that no checkpoint holds: see Parts.own in "
+                    "the trainer. Or setup() changes weights."
+                )
 
     def mfu(self, rate: float) -> float:
         """The share of the devices' peak FLOP/s that so many tokens per second use; 0 if the peak is not known."""
@@ -283,12 +311,15 @@ class Run:
         """Write a checkpoint if anything is new since the start. finished: whether the last evaluation is done."""
         if step > self.start_step or (finished and step > 0):
             self.write_checkpoint(step, finished=finished)
+        if self.files and self.stopping:
+            self.files.writer.wait()  # whoever sends signals may soon kill the process
 
     def write_checkpoint(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the parts in their current state, in the background."""
         self.check_ranks(step)
-        checks.note_gradients(self.parts.raw_model, step)
-        state = self.gathered(training_state(self.parts) | {"made": self.made})
+        if not self.has_gradients:
+            self.has_gradients = checks.note_gradients(self.parts.raw_model, step)
+        state = self.gathered((self.before_evaluations or training_state(self.parts)) | {"made": self.made})
         if not self.files:
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
@@ -311,8 +342,12 @@ class Run:
         return sharding.gathered_on_master(state, self.world)
 
     def check_ranks(self, step: int) -> None:
-        """Raise UserError if the ranks train different models. With --shard they share one model."""
-        if self.world.size > 1 and not self.config.shard:
+        """Raise UserError if the ranks train different models. With --shard they share one model.
+
+        A trainer in which they are meant to differ, as in DiLoCo, says so with ranks_differ.
+        """
+        are_equal = not getattr(self.parts.raw_model, "ranks_differ", False)
+        if self.world.size > 1 and not self.config.shard and are_equal:
             checks.check_ranks(self.parts.raw_model, step, self.world)
 
     def finish(self, step: int) -> Ended:

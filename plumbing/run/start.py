@@ -204,7 +204,9 @@ def start_from_model(model: models.SavedModel, request: Request) -> Start:
     if old_ids is not None:
         config = request.config(model.settings, without=["vocab_size"])
     say_what_is_taken_over(model.settings, config, request, source=config.init_from)
-    check_model(model, config, source=config.init_from)
+    models.config_of(type(config.model_config), model.settings)
+    if not config.max_steps:  # weights that are trained further may as well be used in another way
+        source_code.check_code(model.code, type(config), config.init_from, goes_on=True)
     if old_ids is None:
         models.check_tokenizer(model.enc.name, config)
     return Start(config, request.typed, weights=model.weights, old_ids=old_ids)
