@@ -1,3 +1,4 @@
+# ran at commit 66420ac; fineweb.py has no --part since
 """One process with two threads, and two processes with a part and a thread each, in turn: wall and CPU seconds."""
 import os, resource, shutil, subprocess, sys, time
 

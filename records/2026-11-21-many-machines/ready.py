@@ -29,11 +29,12 @@ def measure(megabytes, first_call="in DDP"):
     model = t.GPT(t.GPTConfig(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768))
     x, y = torch.randint(50257, (2, B, T)).unbind()
     t.DDP = lambda module, **options: DistributedDataParallel(module, **options | {"bucket_cap_mb": megabytes})
-    compiled, world = torch.compile(model, dynamic=False), types.SimpleNamespace(size=2)
+    compiled = torch.compile(model, dynamic=False)
     if first_call != "in DDP":
         compiled(x, y, return_logits=False)[1].backward()
         model.zero_grad(set_to_none=True)
-    ddp = t.wrap(compiled, False, world)
+    config = types.SimpleNamespace(compile=False, shard=False)  # it is compiled already
+    ddp = t.wrap(compiled, config, types.SimpleNamespace(size=2))
     filled = []
 
     def hook(state, bucket):
