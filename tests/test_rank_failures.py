@@ -75,6 +75,27 @@ def test_windows_that_ranks_cannot_share_are_refused(folder, out):
     assert "Use a number of ranks that divides 9 or, in a new run or a branch, --total-batch-size 128." in error
 
 
+def fail_on_rank_1(args):
+    def fail(step, parts):
+        if step == 3 and parts.world.rank == 1:
+            raise UserError("The disk is gone.")
+
+    with at_steps(fail):
+        train_gpt2.main(args)
+
+
+@pytest.mark.parametrize("when", ["before the first step", "in a step"])
+def test_a_rank_that_is_not_at_fault_says_so_in_one_line(when, folder, out):
+    """As where one node lacks the data."""
+    function, args = fail_on_rank_1, tiny_flags(folder, out)
+    if when == "before the first step":
+        function, args = train_as, [args, tiny_flags(folder.parent / "missing", out)]
+    first, second = run(function, args, ranks=2, ends=[2, 2])
+    assert first.splitlines()[-1] == "error: Another rank has ended. Its own output says why."
+    assert "missing" in error_in(second) or "The disk is gone." in error_in(second)
+    assert "Traceback" not in first + second
+
+
 def train_on_a_gpu_before_ampere_on_rank_1(args):
     """As far as dtypes are concerned."""
     choose_dtype = devices.choose_dtype

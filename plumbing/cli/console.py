@@ -191,6 +191,8 @@ def explain(error: BaseException) -> str:
             f"There is not enough memory. {first_line(error)}. Close other programs and run the same command again. "
             "Training needs less with a lower --batch-size."
         )
+    if isinstance(error, RuntimeError) and re.search("(closed|reset) by peer|remote process exit", str(error)):
+        return "Another rank has ended. Its own output says why."  # gloo's error, or NCCL's
     if isinstance(error, OSError) and (error.filename or error.errno in ADVICE):
         advice = ADVICE.get(error.errno or 0, "Check that this is the path you meant.")
         return f"Could not open, read or write {error.filename or 'a file'}: {error.strerror}. {advice}"
