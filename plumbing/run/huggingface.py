@@ -274,7 +274,7 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
             is_same = worst <= LOGITS_LIMIT * expected.std()
             if not is_same.all():
                 raise UserError(
-                    "The model is no longer a GPT-2: transformers computes other logits from its weights, first at "
+                    "The model is no longer a GPT-2: transformers would compute different logits, first at "
                     f"token {int(is_same.int().argmin()):,} of {T:,}."
                 )
 

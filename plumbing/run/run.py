@@ -428,4 +428,4 @@ def export(out_dir: Path, raw_model: Any, enc: Any) -> None:
         # a full disk or GPU: running the same command again repeats the export
         if isinstance(error.__cause__ or error, OSError) or is_out_of_memory(error):
             raise
-        note(f"There is no {hf}. {first_line(error)}. The checkpoints hold the model, and sample.py reads them.")
+        note(f"No {hf} was written. {first_line(error)}. Your checkpoints and sample.py work as usual.")
