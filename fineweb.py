@@ -70,6 +70,11 @@ from plumbing.files import atomic_write, lock_folder, open_regular, remove_folde
 # only one, it is cut in two
 DATASETS = {"fineweb-edu": ("edu_fineweb10B", "edufineweb"), "python-docs": ("python_docs", "pythondocs")}
 TOKENIZERS = {"python-docs": "bytes"}  # {--dataset: default of --tokenizer}; all others: gpt2
+# {what other programs put between documents: a phrase that counts how often a text has it}
+MARKERS = {
+    marker: f'marker {marker} read as text. In a text file, --separator "{marker}" ends a document at each'
+    for marker in ("<|endoftext|>", "<|startoftext|>", "<s>")
+}
 READY_REPO = "kjj0/finewebedu10B-gpt2"
 READY_SHARDS = 99  # for training; one more is for validation
 READY_BYTES = 200_001_024  # of each
@@ -110,19 +115,25 @@ class Documents(preparation.Renderer):
         arrays = iter(encode_pieces(enc, pieces))
         rendered = []
         for text, row in zip(texts, rows):
+            counts = {}
             unread = []
+            if isinstance(text, str):
+                tokens = Tokens(next(arrays))
+                counts = {MARKERS[marker]: text.count(marker) for marker in MARKERS if marker in text}
+            else:
+                tokens = text
             if isinstance(row.values, dict):
                 fields = readers.fields_of(row.values, self.needed)
                 unread = readers.unread_in(fields, read=self.needed)
-            tokens = Tokens(next(arrays)) if isinstance(text, str) else text
-            rendered.append(Rendered(tokens, unread=unread))
+            rendered.append(Rendered(tokens, counts, unread))
         return rendered
 
 
 def encode_pieces(enc: tiktoken.Encoding, pieces: list[tuple[str, bool]]) -> list[np.ndarray]:
     """Tokenize pieces into arrays of uint16. <|endoftext|> comes first where a document starts."""
-    joined = "".join(tokenizers.EOT + text for text, starts in pieces if starts)
-    if pieces and joined.count(tokenizers.EOT) == len(pieces):
+    joined = "".join(tokenizers.EOT + text for text, _ in pieces)
+    are_documents = all(starts for _, starts in pieces)
+    if pieces and are_documents and joined.count(tokenizers.EOT) == len(pieces):
         # one call for all documents takes the GIL once instead of once per document
         with contextlib.suppress(ValueError):  # half a surrogate pair, or a million blanks
             ids = enc.encode_to_numpy(joined, allowed_special={tokenizers.EOT}, disallowed_special=())

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from fineweb import Options, prepare
+from fineweb import Documents, Options, prepare
 from plumbing.cli.console import UserError
 from plumbing.data import inputs, python_docs, readers, tokenizers
 
@@ -123,6 +123,12 @@ def test_tokens_of_odd_texts_are_tiktokens_own(first):
     assert tokens == expected
 
 
+def test_a_marker_in_a_piece_is_not_taken_for_the_beginning_of_another():
+    rows = [readers.Row("", "a<|endoftext|>b"), readers.Row("", "c", starts=False)]
+    rendered = Documents("text").render(tokenizers.get_encoding("bytes"), rows)
+    assert [each.tokens.ids.tolist() for each in rendered] == [[256, *b"a<|endoftext|>b"], [*b"c"]]
+
+
 # what a text is made of: words, white space and signs, and scripts with and without spaces, with marks that are no
 # letters: Russian, Chinese, Arabic, Hindi, Thai
 SCRIPTS = [
@@ -193,21 +199,30 @@ def test_a_document_that_ends_as_the_separator_begins_is_whole():
 
 
 @pytest.mark.parametrize(
-    "separator, count, note",
+    "separator, note",
     [
-        ("", 40, '--separator "<|endoftext|>"'),
-        ("</s>", 40, "does not contain --separator '</s>'"),
-        ("<|endoftext|>", 40, ""),
-        ("<|endoftext|>", 1, ""),
+        ("", '40 markers <|endoftext|> read as text. In a text file, --separator "<|endoftext|>" ends a document'),
+        ("</s>", "does not contain --separator '</s>'"),
+        ("<|endoftext|>", ""),
     ],
 )
-def test_a_note_says_that_documents_are_not_separated(separator, count, note, capsys):
+@pytest.mark.parametrize("text", ["Once upon a time\n<|endoftext|>\n", "Once.<|endoftext|>"])
+def test_a_note_says_that_documents_are_not_separated(text, separator, note, capsys):
+    """It looked for a line that begins with the marker."""
     path = Path("TinyStories-valid.txt")
-    path.write_text("Once upon a time\n<|endoftext|>\n" * count, encoding="utf-8")
+    path.write_text(text * 40, encoding="utf-8")
     make_here(path, separator=separator)
     said = capsys.readouterr().out
     assert note in said
     assert bool(note) == ("note:" in said)
+
+
+def test_markers_in_rows_are_counted(capsys):
+    rows = [{"text": "<s>[INST] q [/INST]</s>"}, {"text": "<|startoftext|>One.<|startoftext|>Two."}] * 12
+    make_here(write_rows("a.jsonl", rows))
+    said = capsys.readouterr().out
+    assert "note: 12 markers <s> read as text." in said
+    assert "note: 24 markers <|startoftext|> read as text." in said
 
 
 # ----- Which files --------------------------------------------------------------------------------------
@@ -403,6 +418,7 @@ def test_other_delimiters_lines_and_marks(name, text):
     assert [readers.text_of(row.values, ["text"]) for row in rows] == ["a; b", "c, d"]
 
 
+RUSSIAN = "\u0412\u0441\u0435 \u0441\u0447\u0430 " * 400
 GERMAN = "Gr\u00f6\u00dfe, na\u00efve caf\u00e9. " * 400
 
 
@@ -412,17 +428,21 @@ GERMAN = "Gr\u00f6\u00dfe, na\u00efve caf\u00e9. " * 400
         (b"plain, " * 900 + b"it\x92s", "iconv -f WINDOWS-1252 -t UTF-8", "plain, " * 900 + "it\u2019s"),
         (GERMAN.encode("latin-1"), "iconv -f WINDOWS-1252 -t UTF-8", GERMAN),
         (GERMAN.encode() + b"\xf6" + GERMAN.encode(), "iconv -f UTF-8 -t UTF-8 -c", GERMAN * 2),
-        (GERMAN.encode("utf-16"), "iconv -f UTF-16 -t UTF-8", GERMAN),
-        (GERMAN.encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8", None),
+        (GERMAN.encode("utf-16"), "iconv -f UTF-16LE -t UTF-8", "\ufeff" + GERMAN),
+        # text without a mark whose first letter is not Latin was taken for text with NUL bytes
+        (RUSSIAN.encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8", RUSSIAN),
+        (RUSSIAN.encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8", RUSSIAN),
+        (RUSSIAN.encode("utf-32-le"), "iconv -f UTF-32LE -t UTF-8", RUSSIAN),
         (gzip.compress(GERMAN.encode()), "gzip -dc", GERMAN),
+        (b"%PDF-1.7\n%\xe2\xe3\n", "pdftotext", None),
     ],
-    ids="Windows Latin-1 bad-byte UTF-16 no-mark gzip".split(),
+    ids="Windows Latin-1 bad-byte mark LE BE 32 gzip PDF".split(),
 )
 def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(content, command, converted):
     """The one for Latin-1 spoiled quotes of Windows, and texts of UTF-8 with a bad byte throughout."""
     path = Path("a.txt")
     path.write_bytes(content)
-    with pytest.raises(UserError, match=f" UTF-8.*: {command} FILE > NEW"):
+    with pytest.raises(UserError, match=f" UTF-8.*: {command} FILE.* > NEW"):
         make_here(str(path))
     program, *args = command.split()
     if converted and shutil.which(program):
@@ -432,14 +452,16 @@ def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(c
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-@pytest.mark.parametrize("kind", ["Parquet", "picture"])
+@pytest.mark.parametrize("kind", ["Parquet", "picture", "one"])
 def test_a_binary_file_is_not_taken_for_text_of_windows(name, kind):
     """The command that converts Latin-1 would have made a text of it."""
     content = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x40\x9c"
     if kind == "Parquet":
         content = write_texts("a.parquet", random_texts(9)).read_bytes()
+    if kind == "one":  # behind what was looked at
+        content = b'text\n"' + b"plain, " * 9000 + b"\0"
     Path(name).write_bytes(content)
-    with pytest.raises(UserError, match="is not text: it has a byte 0x.. .*, and NUL bytes") as caught:
+    with pytest.raises(UserError, match="is not UTF-8 text: it has a byte 0x.*remove NUL bytes") as caught:
         make_here(name)
     assert "WINDOWS" not in str(caught.value)
 

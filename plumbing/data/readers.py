@@ -134,22 +134,38 @@ def explain_errors(name: str) -> Iterator[None]:
         ) from None
 
 
+# {first bytes of a file that is not text: the command that makes one of it}
+STARTS = {b"\x1f\x8b": "gzip -dc FILE", b"\x28\xb5\x2f\xfd": "zstd -dc FILE", b"%PDF": "pdftotext FILE -"}
+
+
 def explain_bytes(error: UnicodeDecodeError, suffix: str) -> str:
-    """Name the byte that is not UTF-8, guess the encoding from the bytes around it, and say how to convert the file."""
-    found = f"a byte 0x{error.object[error.start]:02x} (to find it: grep -naxv '.*' FILE)"
-    if b"\0" in error.object:  # a few kilobytes
-        return (
-            f"is not text: it has {found}, and NUL bytes. Give the file the ending of its format, such as .parquet, or "
-            f"convert it to text. To convert UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW{suffix}"
-        )
-    text = error.object.decode("utf-8", "replace")
+    """Guess from the bytes around one that cannot be read what the file is, and say how to convert it."""
+    block = error.object  # a few kilobytes
+    text = block.decode("utf-8", "replace")
     guess = "It may be Windows-1252 or Latin-1"
-    command = "iconv -f WINDOWS-1252 -t UTF-8"
+    command = "iconv -f WINDOWS-1252 -t UTF-8 FILE"
     # if most characters beyond ASCII were decoded, the rest of the file is UTF-8
     if sum(char > "\x7f" for char in text) > 2 * text.count("\ufffd"):
-        guess = "The rest is UTF-8"
-        command = "iconv -f UTF-8 -t UTF-8 -c"
-    return f"is not UTF-8 text: it has {found}. {guess}. Convert it (unpacked): {command} FILE > NEW{suffix}"
+        guess = "The rest is UTF-8 (to find it: grep -naxv '.*' FILE)"
+        command = "iconv -f UTF-8 -t UTF-8 -c FILE"
+    if b"\0" in block:
+        guess = (
+            "If it is no text, give it the ending of its format, such as .parquet. If it is, remove NUL bytes"
+        )
+        command = "tr -d '\\000' < FILE"
+    for encoding in ("UTF-16BE", "UTF-16LE", "UTF-32BE", "UTF-32LE"):
+        text = block.decode(encoding, "replace")
+        if (
+            text.count(" ") + text.count("\n") > len(text) / 100
+        ):  # in a wrong encoding, they are other characters
+            guess = f"It may be {encoding}"
+            command = f"iconv -f {encoding} -t UTF-8 FILE"
+    for start, unpack in STARTS.items():
+        if block.startswith(start):
+            guess = "It is of another format"
+            command = unpack
+    found = f"a byte 0x{block[error.start]:02x}"
+    return f"is not UTF-8 text: it has {found}. {guess}. Convert it (unpacked): {command} > NEW{suffix}"
 
 
 # ----- Columns ------------------------------------------------------------------------------------------
@@ -359,26 +375,26 @@ def read_values(path: str, name: str) -> Iterator[tuple[str, Any]]:
             start = end
 
 
-# {first bytes of a file that is not plain text: the command to convert it}
-STARTS = {b"\x1f\x8b": "gzip -dc", b"\x28\xb5\x2f\xfd": "zstd -dc"}
-STARTS |= dict.fromkeys([b"\xff\xfe", b"\xfe\xff"], "iconv -f UTF-16 -t UTF-8")
+class TextBytes(io.BufferedReader):
+    """The bytes of a text file. UnicodeDecodeError if one is NUL: the file is in UTF-16, or no text."""
+
+    def read1(self, size: int = -1, /) -> bytes:
+        block = super().read1(size)
+        if b"\0" in block:
+            start = block.index(b"\0")
+            raise UnicodeDecodeError("utf-8", block, start, start + 1, "NUL")
+        return block
 
 
 def open_text(path: str) -> IO[str]:
-    """Open a plain, .gz or .zst file as UTF-8 text. ValueError at once if it begins like another kind of file."""
+    """Open a plain, .gz or .zst file as UTF-8 text."""
     stream: Any = open_regular(path)
     suffix = os.path.splitext(path)[1].lower()
     if suffix in COMPRESSIONS:
         import pyarrow  # slow to import
 
-        stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix]))
-    start = stream.peek(4)[:4]
-    if b"\0" in start[:2]:  # UTF-16 without a byte order mark
-        start = b"\xff\xfe"
-    for known, command in STARTS.items():
-        if start.startswith(known):
-            raise ValueError(f"it is not plain text in UTF-8. Convert it: {command} FILE > NEW")
-    return io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        stream = pyarrow.CompressedInputStream(stream, COMPRESSIONS[suffix])
+    return io.TextIOWrapper(TextBytes(stream), encoding="utf-8-sig", newline="")
 
 
 # ----- Texts --------------------------------------------------------------------------------------------
@@ -389,9 +405,6 @@ def read_txt(source: Source, separator: str = "") -> Iterator[Row]:
     with open_text(source.path) as file:
         blocks = iter(lambda: file.read(BLOCK_CHARS), "")
         for number, (text, starts) in enumerate(split_text(blocks, separator, source.name), 1):
-            if starts and not separator and "\n<|endoftext|>" in text:
-                console.note(f"{source.name} has lines with <|endoftext|>. They are read as text.")
-                print('If they separate documents, run fineweb.py with --separator "<|endoftext|>".')
             yield Row(f"Piece {number}", text, starts)
 
 
