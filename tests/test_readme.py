@@ -311,6 +311,9 @@ def test_the_places_that_the_readme_names_for_the_lecture_are_in_the_trainer():
     names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", places)]
     assert len(names) > 20
     assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
+    comments = re.findall(r'the comment "(.*?)"', " ".join(README.split()))
+    assert comments
+    assert [comment for comment in comments if f"# {comment}" not in source] == []
 
 
 LECTURE = """
