@@ -1,4 +1,4 @@
-"""Turn documents into token shards: a data set on the hub, your own files, or
+"""Turn documents into token shards: a data set on the Hub, your own files, or
 Python's documentation.
 
     python fineweb.py                        10B tokens of FineWeb-Edu
@@ -21,7 +21,7 @@ validation. If there is only one document, it is cut in two.
 
 If the command is stopped, run it again: it resumes after the last shard in
 meta.json. It writes the same bytes wherever it stopped, and on any number of
-cores. A data set on the hub stays at the commit it had at first. Memory use
+cores. A data set on the Hub stays at the commit it had at first. Memory use
 depends neither on the corpus nor on the cores: it is a few shards, and up to
 64 MB of text in the queue.
 """
@@ -39,7 +39,7 @@ from plumbing.data.options import DataOptions
 
 @dataclass
 class Options(DataOptions):
-    # OWNER/NAME on the Hugging Face hub, fineweb-edu, or python-docs (the documentation that comes with Python)
+    # OWNER/NAME on the Hugging Face Hub, fineweb-edu, or python-docs (the documentation that comes with Python)
     dataset: str = "fineweb-edu"
     # the column or key of the text; title,body joins two with a blank line; doc.text is the key text in an object doc
     text_column: str = "text"

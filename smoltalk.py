@@ -1,6 +1,6 @@
 """Turn conversations into token shards, to fine-tune a chat model.
 
-    python smoltalk.py        SmolTalk, from the hub
+    python smoltalk.py        SmolTalk, from the Hub
     python smoltalk.py --dataset OWNER/NAME --split train_sft
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
 
@@ -47,7 +47,7 @@ from plumbing.data.options import DataOptions
 
 @dataclass
 class Options(DataOptions):
-    dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the Hugging Face hub
+    dataset: str = "HuggingFaceTB/smoltalk"  # OWNER/NAME on the Hugging Face Hub
     config: str = ""  # one of the data set's configs, if it has several; for SmolTalk, all by default
     # your own files, folders or globs of conversations: .jsonl, .json, .csv or .parquet; .gz and .zst are unpacked
     input: tuple[str, ...] = ()

@@ -387,7 +387,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name_or_directory: str) -> "GPT":
-        """Load a GPT-2 from the hub (gpt2, gpt2-xl, ...) or from a Hugging Face folder."""
+        """Load a GPT-2 from the Hub (gpt2, gpt2-xl, ...) or from a Hugging Face folder."""
         return models.load_model(cls, GPTConfig, name_or_directory)[0]
 
 

@@ -23,7 +23,7 @@ OWN_FILES = "For your own files, use --input FILES."
 # {exception of the hub's client: what is wrong, and what to do}
 REFUSALS = {
     "GatedRepoError": "it is gated. Accept its conditions on its page, then log in: hf auth login.",
-    "HFValidationError": f"a data set's name is OWNER/NAME, as the hub shows it. {OWN_FILES}",
+    "HFValidationError": f"a data set's name is OWNER/NAME, as the Hub shows it. {OWN_FILES}",
     "RepositoryNotFoundError": f"it is private or does not exist. Check it, or log in: hf auth login. {OWN_FILES}",
     "RevisionNotFoundError": "it has no such revision. Choose a commit, branch or tag from its page.",
 }
@@ -81,7 +81,7 @@ def fetch(source: Source, folder: str) -> str:
         if file_has_digest(path, source.digest):
             return path
         os.remove(path)
-        raise ConnectionError(f"the download differs from the {source.size:,} bytes that the hub lists")
+        raise ConnectionError(f"the download differs from the {source.size:,} bytes that the Hub lists")
 
     return retry(f"{source.name} of {source.repo}", NO_NETWORK, load)
 

@@ -117,7 +117,7 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
     left_out = sorted(set(names) - set(kept))
     if not names:
         raise UserError(
-            f"No file matches {pattern}. Check the path. To read from the hub, use --dataset OWNER/NAME (in fineweb.py "
+            f"No file matches {pattern}. Check the path. To read from the Hub, use --dataset OWNER/NAME (in fineweb.py "
             "and smoltalk.py). From another server, download the file first: curl -LO ADDRESS."
         )
     if not kept:
