@@ -299,8 +299,9 @@ class GPT(nn.Module):
     def cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum the losses of logits (N, vocabulary) and targets (N,). Targets equal to IGNORE_INDEX are skipped.
 
-        forward() calls this with a chunk of rows at a time, so a row's loss must not depend on other rows. Computed in
-        float32: near a loss of 11, bfloat16 has steps of 0.06.
+        forward() calls this with a chunk of rows at a time, so a row's loss must not depend on other rows. The backward
+        pass calls it again, so it must count and keep nothing. Computed in float32: near a loss of 11, bfloat16 has
+        steps of 0.06.
         """
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 

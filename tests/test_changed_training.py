@@ -235,6 +235,13 @@ def test_a_group_that_muon_leaves_empty_is_left_out(changed, out):
     assert len(losses(out)) == 1
 
 
+def test_a_model_may_learn_while_it_reads(changed, out):
+    """By a gradient of torch.func, as in test-time training: the estimate of the memory allows none."""
+    grad = "torch.func.grad(lambda w: (x.detach().mean() * w).square().mean())(torch.ones(1))"
+    changed({GELU: f"{GELU} - 0.1 * {grad}"}).train(max_steps=2)
+    assert len(losses(out)) == 2
+
+
 def test_a_forward_pass_may_return_more_than_logits_and_loss(changed, out):
     edits = {
         "return logits if return_logits else None, loss / num_targets\n": "return logits, loss / num_targets, logits\n",

@@ -134,6 +134,43 @@ def test_a_loss_with_parameters_trains_them_however_many_logits_there_are(monkey
     torch.testing.assert_close(found, expected)
 
 
+def test_a_loss_is_called_once_for_each_chunk_and_draws_the_same_numbers_in_both_passes(monkeypatch):
+    """As a sampled softmax does. The gradient is then that of the loss that was logged."""
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
+    noise, calls = [], []
+
+    def loss(logits, targets):
+        calls.append(len(logits))
+        noise.append(torch.randn(logits.shape))
+        return (logits * noise[-1]).sum()
+
+    logits = torch.randn(7, 48, requires_grad=True)
+    value = kernels.in_chunks(loss, logits, TARGETS)
+    assert calls == [3, 3, 1]
+    drawn = torch.cat(noise)
+    after = torch.get_rng_state()
+    value.backward()
+    torch.testing.assert_close(value.detach(), (logits.detach() * drawn).sum())
+    assert torch.equal(logits.grad, drawn)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_torch_func_goes_through_a_loss_in_chunks(monkeypatch):
+    """Gradients of single rows, as for their norms, and a derivative in forward mode."""
+    logits, tangent = torch.randn(2, 7, 48)
+
+    def results(loss):
+        def of_row(row, target):
+            return loss(row[None].expand(7, 48), target.expand(7))
+
+        rows = torch.func.vmap(torch.func.grad(of_row))(logits, TARGETS.clamp(min=0))
+        return rows, torch.func.jvp(lambda x: loss(x, TARGETS), (logits,), (tangent,))
+
+    expected = results(plain_loss)
+    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
+    torch.testing.assert_close(results(functools.partial(kernels.in_chunks, plain_loss)), expected)
+
+
 def through_a_step(loss, x, weight):
     """As in MAML: the loss after a step, and how it depends on the weights before it."""
     later = weight - 0.1 * gradient_in(weight, loss(x @ weight, TARGETS))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from plumbing.system.devices import FUSED_ATTENTION, enabled_attention
 
@@ -76,45 +77,61 @@ LOGITS_IN_CHUNK_ON_GPU = 2**25  # 128 MB: a kernel takes longer than its launch
 
 
 def in_chunks(loss: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """loss(logits, targets), computed in chunks of rows, so that temporaries such as float32 copies stay small."""
+    """loss(logits, targets), computed in chunks of rows, so that temporaries such as float32 copies stay small.
+
+    The backward pass calls the loss again, with each chunk and the same random numbers.
+    """
     at_once = LOGITS_IN_CHUNK if logits.is_cpu else LOGITS_IN_CHUNK_ON_GPU
     # torch.compile fuses the loss itself, and would unroll the loop
     if torch.compiler.is_compiling() or logits.numel() <= at_once:
         return loss(logits, targets)
-    with torch.enable_grad():  # a loss with parameters needs their gradients as well
-        if loss(logits[:1].detach(), targets[:1]).requires_grad:
+    rows = max(1, at_once // logits.size(1))
+    random_state = torch.get_rng_state(), *get_device_states(logits)
+    total: Any = 0
+    for chunk in zip(logits.detach().split(rows), targets.split(rows)):
+        with torch.enable_grad():
+            total = total + loss(*chunk)
+        if total.requires_grad:  # a loss with parameters needs their gradients as well
             return loss(logits, targets)
-    return InChunks.apply(loss, logits, targets, max(1, at_once // logits.size(1)))  # pyright: ignore
+    try:
+        return InChunks.apply(total, loss, logits, targets, rows, random_state)  # pyright: ignore
+    except RuntimeError:  # torch.func does not take it
+        return loss(logits, targets)
 
 
 class InChunks(torch.autograd.Function):
-    """The sum of a loss over chunks of rows. The backward pass computes each chunk again, under the same autocast."""
+    """The total of a loss over chunks of rows. The backward pass computes each chunk again, under the same autocast."""
 
     @staticmethod
-    def forward(ctx, loss, logits, targets, rows):
+    def forward(ctx, total, loss, logits, targets, rows, random_state):
         ctx.loss = loss
         ctx.rows = rows
+        ctx.random_state = random_state
         device = logits.device.type
         enabled = torch.is_autocast_enabled(device)
         ctx.autocast = functools.partial(
             torch.autocast, device, torch.get_autocast_dtype(device), enabled=enabled
         )
         ctx.save_for_backward(logits, targets)
-        return sum(loss(*chunk) for chunk in zip(logits.split(rows), targets.split(rows)))
+        return total.clone()
 
     @staticmethod
     def backward(ctx, grad_output):
         logits, targets = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: a second derivative needs the graph of all rows
-            with ctx.autocast():
-                loss = ctx.loss(logits, targets)
-            (gradients,) = torch.autograd.grad(loss, logits, grad_output, create_graph=True)
-            return None, gradients, None, None
-        gradients = torch.empty_like(logits)
-        for start in range(0, len(logits), ctx.rows):
-            rows = slice(start, start + ctx.rows)
-            with torch.enable_grad(), ctx.autocast():
-                chunk = logits[rows].detach().requires_grad_()
-                loss = ctx.loss(chunk, targets[rows])
-            (gradients[rows],) = torch.autograd.grad(loss, chunk, grad_output)
-        return None, gradients, None, None
+        random_state, devices, device_states = ctx.random_state
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(random_state)
+            set_device_states(devices, device_states)
+            if torch.is_grad_enabled():  # create_graph: a second derivative needs the graph of all rows
+                with ctx.autocast():
+                    loss = ctx.loss(logits, targets)
+                (gradients,) = torch.autograd.grad(loss, logits, grad_output, create_graph=True)
+                return None, None, gradients, None, None, None
+            gradients = torch.empty_like(logits)
+            for start in range(0, len(logits), ctx.rows):
+                rows = slice(start, start + ctx.rows)
+                with torch.enable_grad(), ctx.autocast():
+                    chunk = logits[rows].detach().requires_grad_()
+                    loss = ctx.loss(chunk, targets[rows])
+                (gradients[rows],) = torch.autograd.grad(loss, chunk, grad_output)
+        return None, None, gradients, None, None, None

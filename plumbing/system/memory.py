@@ -1,5 +1,6 @@
 """What fits into memory: models made without weights, the activations of a sequence, and a bound on the batch."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,14 @@ def count_kept_bytes(
         kept[storage._cdata] = storage.nbytes()
         return tensor.detach()  # subtle: with the tensor itself, graph and tensor would keep each other alive
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    result = None
+    with (
+        contextlib.suppress(RuntimeError),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        result = forward()
+    if result is None:  # torch.func in the model allows no hooks, so nothing is counted
+        kept.clear()
         result = forward()
     for weight in model.parameters():
         kept.pop(weight.untyped_storage()._cdata, None)
