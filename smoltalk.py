@@ -1,7 +1,7 @@
 """Turn conversations into token shards, to fine-tune a chat model.
 
     python smoltalk.py        SmolTalk, from the Hub
-    python smoltalk.py --dataset OWNER/NAME --split train_sft
+    python smoltalk.py --dataset HuggingFaceH4/ultrachat_200k --split train_sft
     python smoltalk.py --input chats.jsonl --init-from log/quickstart
 
 Each line of an `--input` file holds a conversation:
