@@ -328,10 +328,10 @@ HIDDEN = {
 
 
 SECOND_LIVES = {  # {what a start changes: (the edit, which loss shows it)}
-    "a count": (HIDDEN, "training loss of step [57]"),
+    "a count": (HIDDEN, "train loss of step [57]"),
     "weights that setup makes": (
         {SCALER: "    nn.init.zeros_(raw_model.transformer.h[0].mlp.c_proj.weight)\n" + SCALER},
-        "training loss of step 6",
+        "train loss of step 6",
     ),
     "an attribute that validation reads": (
         {
@@ -339,7 +339,7 @@ SECOND_LIVES = {  # {what a start changes: (the edit, which loss shows it)}
             "        return self.lm_head(x) * scale\n",
             STEPS: "    parts.raw_model.scale = 1.1\n" + STEPS,
         },
-        "validation loss of step 4",
+        "val loss of step 4",
     ),
 }
 STOPPED_IN_VALIDATION = {

@@ -200,8 +200,7 @@ def test_gradients_that_no_checkpoint_has_are_said(changed):
     """Of a trainer that keeps them over three steps: it trains, and a run that is resumed would be another one."""
     zero_grad = "        optimizer.zero_grad("
     said = changed({zero_grad: "        if step % 3 == 2:\n    " + zero_grad}).train()
-    assert "After step 4 there are gradients" in said
-    assert said.count("there are gradients") == 1
+    assert said.count("After step 0 there are gradients") == said.count("there are gradients") == 1
 
 
 # each block, but not in its first pass, which alone would not show that there are others
@@ -226,7 +225,7 @@ def test_ranks_may_leave_out_blocks_at_random_where_ddp_looks_for_them(changed, 
 def test_a_forward_pass_that_returns_no_pair_is_refused_in_one_line(changed):
     returned = "return logits if return_logits else None, loss / num_targets\n"
     error = changed({returned: 'return {"logits": logits, "loss": loss / num_targets}\n'}).error()
-    assert "The model's forward() returns a dict. Return (logits, loss)" in error
+    assert "forward() returns a dict. Return (logits, loss)" in error
 
 
 def test_a_group_that_muon_leaves_empty_is_left_out(changed, out):

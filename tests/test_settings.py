@@ -43,7 +43,7 @@ def test_a_vocabulary_of_0_is_that_of_the_weights_in_an_evaluation(typed, data):
 @pytest.mark.parametrize("name, choices", [("schedule", "cosine, wsd"), ("optimizer", "adamw, muon")])
 def test_a_value_of_other_code_is_not_taken_for_one_of_this_code(name, choices, data):
     """As of a run whose trainer had one schedule more."""
-    words = f"--{name} is 'flat', but this program has only {choices}."
+    words = f"--{name} is 'flat', but here it can be only {choices}."
     with pytest.raises(UserError, match=words):
         make_config({name: "flat"}, {"data": (str(data),)}, World())
 

@@ -317,12 +317,8 @@ def range_errors(options: Any) -> Iterator[tuple[str, Any, str]]:
         flag = flag_of(field.name)
         kind, notes = kind_of(field)
         if get_origin(kind) is Literal and value not in get_args(kind):
-            choices = ", ".join(map(str, get_args(kind)))
-            yield (
-                flag,
-                value,
-                f"{flag} is {value!r}, but this program has only {choices}. Use the code that it is from.",
-            )
+            known = ", ".join(map(str, get_args(kind)))
+            yield flag, value, f"{flag} is {value!r}, but here it can be only {known}. Use its own code."
         if type(value) not in (int, float) or value == default:
             continue
         least, range_name = 0, "0 or more"

@@ -219,12 +219,11 @@ def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
         )
 
 
-def note_gradients(model: torch.nn.Module, step: int) -> bool:
-    """Note, and return, if a checkpoint is written while there are gradients: it does not hold them."""
+def note_gradients(model: torch.nn.Module, step: int) -> None:
+    """Note if a step leaves gradients: a checkpoint does not hold them."""
     left = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
     if left:
         note(
-            f"After step {step} there are gradients, for example of {left[0]}. No checkpoint holds them, so a run "
-            "that is resumed here computes other updates."
+            f"After step {step} there are gradients, for example of {left[0]}. No checkpoint holds them, so a run that "
+            "is resumed after such a step computes other updates."
         )
-    return bool(left)

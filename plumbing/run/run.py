@@ -42,7 +42,7 @@ from plumbing.system import devices
 from plumbing.system.collectives import class_of
 
 SECONDS_PER_LINE = 0.5  # the least time between the console's lines about steps
-LOSSES = {"train": "training", "val": "validation"}  # what is compared with an earlier start's log
+LOSSES = ("train", "val")  # what is compared with an earlier start's log
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
 
 
@@ -66,7 +66,6 @@ class RunFiles:
     wandb: WandbLog | None
     # {(step, stream): value} of the first steps and validations from the checkpoint on that an earlier start has done
     earlier_losses: dict[tuple[int, str], float]
-    has_moved: bool  # whether that start had another number of ranks
     parents_lr: float | None  # for a new branch: the learning rate of its parent's last step
 
 
@@ -117,11 +116,12 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
     config = start.config
     out_dir = Path(config.out_dir)
     path = out_dir / "log.txt"
-    has_moved = logs.read_run(out_dir).fact("ranks", "1") != str(parts.world.size)
+    # another number of ranks rounds in another order, and each rank draws its own numbers, for dropout for example
+    is_repeated = logs.read_run(out_dir).fact("ranks", "") == str(parts.world.size)
     prepare_folder(start, parts)
     earlier_losses = {}
-    if start.saved and not start.branched and path.exists():
-        steps = range(start.step, start.step + 10)  # on other ranks, the rounding differs more with each step
+    if is_repeated and start.saved and not start.branched and path.exists():
+        steps = range(start.step, start.step + 10)  # on a GPU, the rounding differs more with each step
         logged = logs.read_log(path)
         earlier_losses = {
             (at, stream): value for at, stream, value in logged if stream in LOSSES and at in steps
@@ -145,7 +145,6 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
         writer=writer,
         wandb=wandb,
         earlier_losses=earlier_losses,
-        has_moved=has_moved,
         parents_lr=parents_lr,
     )
 
@@ -186,7 +185,6 @@ class Run:
         self.before_evaluations: dict[
             str, Any
         ] = {}  # the state before this step's evaluations, if there are any
-        self.has_gradients = False  # whether a checkpoint was written while there were any
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
         self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.torchrun_id()}
@@ -265,8 +263,7 @@ class Run:
             self.first_step_ended = now
             if math.isfinite(done.norm):  # otherwise no optimizer has taken a step yet
                 note_state(self.parts.optimizers)
-            if self.files and self.files.has_moved and devices.has_drawn(self.world.device):
-                self.files.earlier_losses.clear()  # each rank draws its own numbers, for dropout for example
+            checks.note_gradients(self.parts.raw_model, step)
             self.check_ranks(step)
         rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still
         text = ""
@@ -288,7 +285,7 @@ class Run:
             if abs(value - before) > limit * abs(before):
                 self.files.earlier_losses.clear()  # one note is enough
                 note(
-                    f"The {LOSSES[stream]} loss of step {step} was {before:.6f} before the run was stopped, and is "
+                    f"The {stream} loss of step {step} was {before:.6f} before the run was stopped, and is "
                     f"{value:.6f} now. Perhaps the training uses a state that no checkpoint holds: see Parts.own in "
                     "the trainer. Or setup() changes weights."
                 )
@@ -317,8 +314,6 @@ class Run:
     def write_checkpoint(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the parts in their current state, in the background."""
         self.check_ranks(step)
-        if not self.has_gradients:
-            self.has_gradients = checks.note_gradients(self.parts.raw_model, step)
         state = self.gathered((self.before_evaluations or training_state(self.parts)) | {"made": self.made})
         if not self.files:
             return

@@ -200,14 +200,6 @@ def random_state(device: torch.device) -> torch.Tensor:
     return state
 
 
-def has_drawn(device: torch.device) -> bool:
-    """Whether torch has drawn random numbers since it was seeded."""
-    now = random_state(device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(torch.initial_seed())
-        return not torch.equal(now, random_state(device))
-
-
 @contextlib.contextmanager
 def exact_matmuls() -> Iterator[None]:
     """Context in which float32 matmuls do not use TF32."""

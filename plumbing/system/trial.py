@@ -65,11 +65,9 @@ class Trial(NamedTuple):
     def loss(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with self.autocast(self.config, self.world):
             outputs = model(x, y, return_logits=False)
-        if not isinstance(outputs, (tuple, list)):
+        if not isinstance(outputs, tuple):
             kind = type(outputs).__name__
-            raise UserError(
-                f"The model's forward() returns a {kind}. Return (logits, loss), and what else you like."
-            )
+            raise UserError(f"forward() returns a {kind}. Return (logits, loss), and what else you like.")
         return outputs[1]
 
     def wrapped(self, *, compiled: bool) -> Any:
