@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -22,6 +23,9 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
     aliases: dict[int, list[str]] = {}  # to_empty would make two tensors of tied weights
     for name, p in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(p), []).append(name)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and dist.get_backend() == "gloo":
+            module.set_force_sum_reduction_for_comms(True)  # before torch 2.9, gloo returns a sum for an average
     model.to_empty(device=world.device)
     for first, *others in aliases.values():
         for other in others:
