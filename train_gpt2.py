@@ -599,10 +599,10 @@ class Muon(torch.optim.Optimizer):
             grads = [p.grad for p in params]
             momenta = [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
+            torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov momentum
             rows, cols = params[0].shape
             rows //= group["split"]
-            stacks = torch.stack(updates)  # (len(params), split * rows, cols)
+            stacks = torch.stack(grads)  # (len(params), split * rows, cols)
             updates = map_over_ranks(orthogonalize, stacks, rows=rows).unbind()  # one per parameter
             # rows > cols: an orthogonal update changes outputs by only sqrt(cols / rows) as much as a square one
             scale = max(1, rows / cols) ** 0.5
