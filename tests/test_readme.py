@@ -295,7 +295,7 @@ def test_every_flag_that_the_readme_names_is_one_of_a_program():
     known |= {
         *"--standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id".split()
     }  # torchrun's
-    known |= {*"--max-restarts --shutdown-timeout --log-dir --tee --rdzv-conf --signals-to-handle".split()}
+    known |= {*"--max-restarts --log-dir --tee --rdzv-conf --signals-to-handle".split()}
     known |= {*"--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --time".split()}  # Slurm's
     known |= {*"--requeue --open-mode --signal".split()}
     known |= {*"--model --model_args --tasks --batch_size".split()}  # lm_eval's
