@@ -101,14 +101,6 @@ CUT = "conversation cut after the last answer that fits"
 # ----- Conversations ------------------------------------------------------------------------------------
 
 
-class Conversation(NamedTuple):
-    """What is read of a row."""
-
-    messages: list[dict[str, Any]] | Unusable
-    counts: dict[str, int] = {}  # what happened in it
-    unread: list[str] = []  # the name of each value that is not read
-
-
 class Message(NamedTuple):
     """A message of OpenAI's or ShareGPT's format."""
 
@@ -117,21 +109,21 @@ class Message(NamedTuple):
     unread: Sequence[str] = ()  # the name of each value that is not read
 
 
-def read_conversation(values: Any) -> Conversation:
-    """Read the messages of a row, or say why it is left out; count what happened, and name the keys not read.
+def read_conversation(values: Any) -> tuple[list[dict[str, Any]] | Unusable, dict[str, int], list[str]]:
+    """(messages of a row, or why it is left out; counts of what happened; the name of each value that is not read).
 
     A message is {"role", "content"}. An answer that is not learned also has "weight": 0.
     """
     if isinstance(values, Unusable):
-        return Conversation(values)
+        return values, {}, []
     row = values if isinstance(values, dict) else {"messages": values}
     found, read = find_messages(row)
-    parsed_messages = [read_message(message) for message in found]
     unread = unread_in(row, [*read, *MARKS])
-    counts = dict.fromkeys([TO_TOOLS, UNANSWERED], 0)
+    counts = {TO_TOOLS: 0, UNANSWERED: 0}
     messages = []
-    unusable = not_followed(row)
-    for number, (given, message) in enumerate(zip(found, parsed_messages), 1):
+    reasons = list(not_followed(row))
+    for number, given in enumerate(found, 1):
+        message = read_message(given)
         if message.role == "tool":
             counts[TO_TOOLS] += 1
             continue
@@ -139,23 +131,22 @@ def read_conversation(values: Any) -> Conversation:
             continue
         unread += message.unread
         entry = {"role": message.role, "content": message.content}
-        unusable = unusable or invalid(entry, number)
-        if message.role == "assistant" and not unusable:
-            unusable = not_followed(given) or unclear_flags(given)
+        reasons += invalid(entry, number)
+        if message.role == "assistant":
+            reasons += [*not_followed(given), *unclear_flags(given)]
             if any(given.get(flag) == 0 for flag in FLAGS):
                 entry["weight"] = 0
         messages.append(entry)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not found:
         reason = "is not a conversation: it has no list of messages or conversations, and no instruction"
-        unusable = Unusable(reason, FORMATS)
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if unusable:
-        return Conversation(unusable, unread=unread)
+        return Unusable(reason, FORMATS), {}, unread
     if not answers:
-        return Conversation(Unusable("has no answer by the assistant"), unread=unread)
+        reasons.append(Unusable("has no answer by the assistant"))
+    if reasons:
+        return reasons[0], {}, unread
     counts[UNANSWERED] = len(messages) - 1 - answers[-1]
-    messages = messages[: answers[-1] + 1]
-    return Conversation(messages, {name: number for name, number in counts.items() if number}, unread)
+    return messages[: answers[-1] + 1], counts, unread
 
 
 def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
@@ -164,10 +155,9 @@ def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
     read: list[str] = []
     for column in LISTS:
         value = parsed(row.get(column))
-        if value and isinstance(value, list):
+        if isinstance(value, list) and not messages:
             messages = value
             read = [column]
-            break
     if not messages and row.get("instruction") is not None:
         texts = [row["instruction"], row.get("input") or ""]
         request = None
@@ -175,12 +165,12 @@ def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
             request = "\n\n".join(filter(None, texts))
         messages = [{"role": "user", "content": request}, {"role": "assistant", "content": row.get("output")}]
         read = list(ALPACA)
-    column = next((column for column in SYSTEM if row.get(column) not in EMPTY), None)
-    if messages and column:
-        read.append(column)
-        first = read_message(messages[0])
-        if (first.role, first.content) != ("system", row[column]):
-            messages = [{"role": "system", "content": row[column]}, *messages]
+    for column in SYSTEM:
+        if messages and row.get(column) not in EMPTY:
+            first = read_message(messages[0])
+            if (first.role, first.content) != ("system", row[column]):
+                messages = [{"role": "system", "content": row[column]}, *messages]
+            return messages, [*read, column]
     return messages, read
 
 
@@ -203,39 +193,40 @@ def read_message(message: Any) -> Message:
     unread = unread_in(message, read)
     if message.get("tool_calls") or message.get("function_call"):
         return Message("tool", content)
-    for part in parts_of(message):
+    parts = parts_of(message)
+    for part in parts:
         unread += unread_in(part, read=["type", "text", *FLAGS])
-    if parts_of(message):
-        content = "".join(part["text"] for part in parts_of(message))
+    if parts:
+        content = "".join(part["text"] for part in parts)
     return Message(ROLE_NAMES.get(role, role), content, unread)
 
 
 def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of OpenAI's content; none if one of them is not text but an image or a sound."""
     parts = message.get("content")
-    if not isinstance(parts, list):
-        return []
-    return parts if all(is_text(part) for part in parts) else []
+    if isinstance(parts, list) and all(map(is_text, parts)):
+        return parts
+    return []
 
 
 def is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def invalid(message: dict[str, Any], number: int) -> Unusable | None:
-    """The reason why a message cannot be used, or None."""
+def invalid(message: dict[str, Any], number: int) -> Iterator[Unusable]:
+    """Yield the reason why a message cannot be used, if there is one."""
     content = message["content"]
-    if message["role"] in tokenizers.ROLES and isinstance(content, str) and content.strip():
-        return None
-    return Unusable(
-        f"is not a conversation: message {number} needs a role ({', '.join(tokenizers.ROLES)}) and content, but is "
-        f"{console.plain(message, 60)}",
-        FORMATS,
-    )
+    roles = tokenizers.ROLES
+    if message["role"] not in roles or not isinstance(content, str) or not content.strip():
+        shown = console.plain(message, 60)
+        yield Unusable(
+            f"is not a conversation: message {number} needs a role ({', '.join(roles)}) and content, but is {shown}",
+            FORMATS,
+        )
 
 
-def not_followed(record: dict[str, Any]) -> Unusable | None:
-    """The reason to leave out a row or an answer, or None: one of MARKS calls an answer bad or masked."""
+def not_followed(record: dict[str, Any]) -> Iterator[Unusable]:
+    """Yield the reasons to leave out a row or an answer: those of MARKS that call an answer bad or masked."""
     for mark in MARKS:
         value = record.get(mark)
         if isinstance(value, str):  # from a CSV file
@@ -243,19 +234,17 @@ def not_followed(record: dict[str, Any]) -> Unusable | None:
         values = value if isinstance(value, list) else [value]
         if value not in EMPTY and any(each != 1 for each in values):
             shown = console.plain(repr(record[mark]), 60)
-            return Unusable(f"has {mark} {shown}, which is not supported", MARKED)
-    return None
+            yield Unusable(f"has {mark} {shown}, which is not supported", MARKED)
 
 
-def unclear_flags(answer: dict[str, Any]) -> Unusable | None:
-    """The reason why an answer's flags cannot be followed, or None: an answer is learned in full or not at all."""
+def unclear_flags(answer: dict[str, Any]) -> Iterator[Unusable]:
+    """Yield the reasons why an answer's flags cannot be followed: an answer is learned in full or not at all."""
     for flag in FLAGS:
         if answer.get(flag) not in (None, 0, 1):
             shown = console.plain(repr(answer[flag]), 60)
-            return Unusable(f"has {flag} {shown} in a message, but it must be 0, 1, false or true")
+            yield Unusable(f"has {flag} {shown} in a message, but it must be 0, 1, false or true")
         if any(part.get(flag) not in (None, 1) for part in parts_of(answer)):
-            return Unusable("has a message with a part that is not to be learned", MARKED)
-    return None
+            yield Unusable("has a message with a part that is not to be learned", MARKED)
 
 
 # ----- Blocks and shards --------------------------------------------------------------------------------
@@ -316,16 +305,13 @@ class Conversations(preparation.Renderer):
             return Rendered(messages, counts, unread)
         ids, mask, stop = tokenizers.render_conversation(messages, enc, self.max_length)
         if not stop:
-            reason = f"needs a --max-length above {self.max_length} for its first answer"
-            return Rendered(Unusable(reason), counts, unread)
-        if not any(mask[:stop]):
-            return Rendered(Unusable("has no answer to learn"), counts, unread)
-        num_unlearned = sum("weight" in message for message in messages)
-        if num_unlearned:
-            counts[NOT_LEARNED] = num_unlearned
-        if stop < len(ids):
-            counts[CUT] = 1
-        tokens = Tokens(np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8))
+            tokens = Unusable(f"needs a --max-length above {self.max_length} for its first answer")
+        elif not any(mask[:stop]):
+            tokens = Unusable("has no answer to learn")
+        else:
+            tokens = Tokens(np.array(ids[:stop], np.uint16), np.array(mask[:stop], np.uint8))
+            counts[NOT_LEARNED] = sum("weight" in message for message in messages)
+            counts[CUT] = int(stop < len(ids))
         return Rendered(tokens, counts, unread)
 
     def arrange(self, tokens: Tokens) -> Tokens:

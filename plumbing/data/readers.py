@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 class Counts:
-    """How often things happened to rows, by phrases such as "row left out", and which keys were not read."""
+    """How often things happened to rows, by phrases such as "row left out", and which values were not read."""
 
     LEFT_OUT = "row left out"
 
@@ -53,9 +53,9 @@ class Counts:
         self,
         numbers: Mapping[str, int] | None = None,
         unread: Mapping[str, int] | None = None,
-        examples: Iterable[str] = (),
+        examples: Sequence[str] = (),
     ):
-        self.numbers = collections.Counter(numbers)
+        self.numbers = collections.Counter({self.LEFT_OUT: 0} | dict(numbers or {}))
         self.unread = collections.Counter(unread)  # values by their names
         # a sentence about the first row left out, if it came before the place where the counts begin
         self.examples = list(examples)[: self.numbers[self.LEFT_OUT]]
@@ -75,18 +75,17 @@ class Counts:
             self.unread[name if is_listed else "other keys"] += 1
 
     def note(self) -> None:
-        """Print notes on rows that were left out, and the keys that were not read."""
-        for phrase in sorted(self.numbers, key=lambda phrase: phrase != self.LEFT_OUT):
+        """Print notes on what happened, and the values that were not read."""
+        for phrase, number in self.numbers.items():
             noun, participle = phrase.split(" ", 1)
             examples = self.examples if phrase == self.LEFT_OUT else []
-            happened = f"{console.count(self.numbers[phrase], noun)} {participle}."
-            console.note(" ".join([happened, *examples]))
-        if self.unread:
-            values = [
-                f"{console.plain(name, 60)} ({console.count(number, 'value')})"
-                for name, number in self.unread.items()
-            ]
-            print("not read:", ", ".join(values))
+            if number:
+                console.note(" ".join([f"{console.count(number, noun)} {participle}.", *examples]))
+        named = []
+        for name, number in self.unread.items():
+            named.append(f"{console.plain(name, 60)} ({console.count(number, 'value')})")
+        if named:
+            print("not read:", ", ".join(named))
 
 
 def unread_in(fields: Mapping[str, Any], read: Collection[str]) -> list[str]:
