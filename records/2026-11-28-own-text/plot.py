@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 FOLDER = Path(__file__).parent
 BLUE, ORANGE = "#1f4e79", "#d9792b"
 # step: which of its four samples, and where its box begins
-BOXES = {200: (0, 90, 5.25), 400: (0, 335, 3.85), 1000: (1, 615, 2.6)}
+BOXES = {200: (0, 60, 5.0), 400: (1, 450, 4.2), 1000: (0, 650, 3.0)}
 
 
 def read_losses(stream):
@@ -48,7 +48,9 @@ plt.style.use(FOLDER.parent.parent / "plumbing" / "notebook.mplstyle")
 figure, ax = plt.subplots(figsize=(8.6, 3.6), dpi=110)
 ax.plot(*read_losses("train"), color=BLUE, linewidth=0.7, alpha=0.45, label="training loss")
 steps, values = read_losses("val")
-ax.plot(steps, values, "o-", color=BLUE, markersize=4.5, mfc="white", label=f"validation loss, last {values[-1]:.2f}")
+marks = dict(color=BLUE, markersize=4.5, mfc="white")
+ax.plot(steps[:1], values[:1], "o", **marks)  # a line from here to the next one would not be the curve
+ax.plot(steps[1:], values[1:], "o-", **marks, label=f"validation loss, last {values[-1]:.2f}")
 draw_boxes(ax, dict(zip(steps, values)), read_samples())
 ax.set(xlabel="step (2,048 bytes each)", ylabel="loss (nats per byte)", ylim=(1.2, 6), xlim=(-15, 1015))
 ax.set_title("A GPT with 0.85M parameters on 1.1 MB of Shakespeare: 1.8 minutes on two cores")
