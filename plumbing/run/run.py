@@ -42,7 +42,6 @@ from plumbing.system import devices
 from plumbing.system.collectives import class_of
 
 SECONDS_PER_LINE = 0.5  # the least time between the console's lines about steps
-LOSSES = ("train", "val")  # what is compared with an earlier start's log
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
 
 
@@ -64,7 +63,7 @@ class RunFiles:
     log: IO[str]
     writer: CheckpointWriter
     wandb: WandbLog | None
-    # {(step, stream): value} of the first steps and validations from the checkpoint on that an earlier start has done
+    # {(step, stream): loss} of the first steps and validations from the checkpoint on that an earlier start has done
     earlier_losses: dict[tuple[int, str], float]
     parents_lr: float | None  # for a new branch: the learning rate of its parent's last step
 
@@ -117,15 +116,14 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
     out_dir = Path(config.out_dir)
     path = out_dir / "log.txt"
     # another number of ranks rounds in another order, and each rank draws its own numbers, for dropout for example
-    is_repeated = logs.read_run(out_dir).fact("ranks", "") == str(parts.world.size)
+    same_ranks = logs.read_run(out_dir).fact("ranks", "") == str(parts.world.size)
     prepare_folder(start, parts)
     earlier_losses = {}
-    if is_repeated and start.saved and not start.branched and path.exists():
+    if same_ranks and start.saved and not start.branched and path.exists():
         steps = range(start.step, start.step + 10)  # on a GPU, the rounding differs more with each step
         logged = logs.read_log(path)
-        earlier_losses = {
-            (at, stream): value for at, stream, value in logged if stream in LOSSES and at in steps
-        }
+        kinds = ("train", "val")
+        earlier_losses = {(at, kind): loss for at, kind, loss in logged if kind in kinds and at in steps}
     parent = Path(start.branched["parent"]) if start.branched else out_dir
     log = logs.open_log(out_dir, parent, start.step)
     stack.callback(close_log, log)
@@ -140,13 +138,7 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
     if config.wandb:
         wandb = WandbLog(config, logs.read_log(path))
         stack.push(functools.partial(finish_wandb, wandb))
-    return RunFiles(
-        log=log,
-        writer=writer,
-        wandb=wandb,
-        earlier_losses=earlier_losses,
-        parents_lr=parents_lr,
-    )
+    return RunFiles(log=log, writer=writer, wandb=wandb, earlier_losses=earlier_losses, parents_lr=parents_lr)
 
 
 def close_log(log: IO[str]) -> None:
@@ -182,9 +174,7 @@ class Run:
         self.val_loss = start.saved.get("val_loss") if start.saved else None  # the last one measured
         # the validation loss of model_best.pt
         self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
-        self.before_evaluations: dict[
-            str, Any
-        ] = {}  # the state before this step's evaluations, if there are any
+        self.before_evaluations: dict[str, Any] = {}  # the training state before those of this step
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
         self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.torchrun_id()}
