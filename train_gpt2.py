@@ -530,10 +530,8 @@ def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Rec
         return
     text = f"The learning rate was {before:.2g} before the branch and is {lr:.2g} now"
     if never_decays:
-        text += ", and stays there to the end"
-    if config.schedule == "wsd" and 0.5 < config.max_lr / before < 2:  # unless the parent's rate has decayed
         fraction = (config.max_steps - step) / config.max_steps
-        text += f". With --decay-fraction {fraction:.4g} it would decay from here on"
+        text += f", and stays there to the end. With --decay-fraction {fraction:.4g} it would decay from here on"
     console.note(f"{text}.")
 
 
