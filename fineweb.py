@@ -132,8 +132,8 @@ class Documents(preparation.Renderer):
 def encode_pieces(enc: tiktoken.Encoding, pieces: list[tuple[str, bool]]) -> list[np.ndarray]:
     """Tokenize pieces into arrays of uint16. <|endoftext|> comes first where a document starts."""
     joined = "".join(tokenizers.EOT + text for text, _ in pieces)
-    are_documents = all(starts for _, starts in pieces)
-    if pieces and are_documents and joined.count(tokenizers.EOT) == len(pieces):
+    num_documents = sum(starts for _, starts in pieces)
+    if 0 < num_documents == len(pieces) == joined.count(tokenizers.EOT):
         # one call for all documents takes the GIL once instead of once per document
         with contextlib.suppress(ValueError):  # half a surrogate pair, or a million blanks
             ids = enc.encode_to_numpy(joined, allowed_special={tokenizers.EOT}, disallowed_special=())

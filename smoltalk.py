@@ -159,10 +159,10 @@ def find_messages(row: dict[str, Any]) -> tuple[list[Any], list[str]]:
             messages = value
             read = [column]
     if not messages and row.get("instruction") is not None:
-        texts = [row["instruction"], row.get("input") or ""]
+        texts = [row[column] for column in ("instruction", "input") if row.get(column)]
         request = None
         if all(isinstance(text, str) for text in texts):
-            request = "\n\n".join(filter(None, texts))
+            request = "\n\n".join(texts)
         messages = [{"role": "user", "content": request}, {"role": "assistant", "content": row.get("output")}]
         read = list(ALPACA)
     for column in SYSTEM:

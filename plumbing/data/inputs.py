@@ -66,7 +66,7 @@ def file_type(name: str) -> str:
     """The type of a file by its name, a key of TYPES, or "": "a/b.json.gz" -> ".jsonl"."""
     ending = suffix_of(name)
     for kind, endings in TYPES.items():
-        if ending and ending in endings.split():
+        if ending in endings.split():
             return kind
     return ""
 

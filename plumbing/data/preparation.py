@@ -126,7 +126,8 @@ def plan(
     meta.made_from |= {"config": files.config, "split": files.split, "revision": files.commit}
     meta.made_from["sources"] = [source.recorded() for source in files.sources]
     num_bytes = sum(source.size for source in files.sources)
-    num_bytes = min(num_bytes, meta.made_from.get("max_tokens") or num_bytes)  # a token has one byte or more
+    if most := meta.made_from.get("max_tokens"):
+        num_bytes = min(num_bytes, most)  # a token has one byte or more
     meta.validation_every = max(VALIDATE_EVERY, math.ceil(num_bytes / options.shard_size))
     if files.commit:
         meta.asked = {name: getattr(options, name) for name in ("dataset", "config", "revision")}
@@ -140,11 +141,12 @@ def existing_meta(folder: str, new: Meta) -> Meta:
     """
     old = read_meta(folder)
     has_shards = shards.has_shards(folder)
-    if "sources" not in old.made_from and (has_shards or Path(folder, "meta.json").exists()):
+    is_used = has_shards or Path(folder, "meta.json").exists()
+    if is_used and "sources" not in old.made_from:
         raise UserError(
             f"{folder} has files that fineweb.py and smoltalk.py did not write. Choose another --out-dir."
         )
-    if not (old.shards or has_shards):
+    if not has_shards:
         return new
     with shards.damage_named(folder):
         num_read = sys.maxsize

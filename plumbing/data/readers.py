@@ -51,11 +51,11 @@ class Counts:
 
     def __init__(
         self,
-        numbers: Mapping[str, int] | None = None,
-        unread: Mapping[str, int] | None = None,
+        numbers: Mapping[str, int] = {},
+        unread: Mapping[str, int] = {},
         examples: Sequence[str] = (),
     ):
-        self.numbers = collections.Counter({self.LEFT_OUT: 0} | dict(numbers or {}))
+        self.numbers = collections.Counter({self.LEFT_OUT: 0, **numbers})
         self.unread = collections.Counter(unread)  # values by their names
         # a sentence about the first row left out, if it came before the place where the counts begin
         self.examples = list(examples)[: self.numbers[self.LEFT_OUT]]
@@ -195,7 +195,7 @@ def text_of(values: Any, columns: Sequence[str]) -> str | Unusable:
     texts = []
     for column in columns:
         text = fields.get(column)
-        if text is not None and not isinstance(text, str):
+        if not isinstance(text, str | None):
             reason = f"has no text under {column!r}, but {console.plain(text, 60)}"
             return Unusable(reason, advice_for(values, columns))
         if text:
@@ -216,7 +216,7 @@ def advice_for(values: dict[str, Any], columns: Sequence[str]) -> str:
     )
     rows = ""
     for key, value in values.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        if isinstance(value, list) and dict in map(type, value):
             rows = f".{key}[]"
         elif isinstance(value, (list, dict)) and key in columns:
             rows = f'{{"{key}": .{key}[]}}'
@@ -227,25 +227,25 @@ def advice_for(values: dict[str, Any], columns: Sequence[str]) -> str:
     return advice
 
 
-def check_needed(rows: Iterable[Row], name: str, needed: Sequence[str]) -> Iterator[Row]:
+def check_needed(rows: Iterator[Row], name: str, needed: Sequence[str]) -> Iterator[Row]:
     """Yield rows. UserError unless each `needed` column has a text or null in one of the first MAX_SEARCHED rows."""
-    missing, first = list(needed), None
-    for number, row in enumerate(rows):
-        if missing and isinstance(row.values, dict):
+    missing = needed
+    first: Any = None
+    for row in itertools.islice(rows, MAX_SEARCHED):
+        if isinstance(row.values, dict):
             first = first or row
             missing = [column for column in missing if not may_have_text(row.values, column)]
-        if missing and number == MAX_SEARCHED:
-            break
         yield row
     if missing and first:
         unusable: Any = text_of(first.values, missing[:1])
         raise UserError(f"{first.place} of {name} {unusable.reason}. {unusable.advice}")
+    yield from rows
 
 
 def may_have_text(row: dict[str, Any], column: str) -> bool:
     value = fields_of(row, [column]).get(column)
     if value is None:
-        return column in row or column.split(".")[0] in row
+        return not {column, column.split(".")[0]}.isdisjoint(row)
     return isinstance(value, str)
 
 

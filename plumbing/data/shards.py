@@ -160,7 +160,7 @@ def command_for(folder):
 
 
 def has_shards(folder):
-    return os.path.isdir(folder) and any(map(split_of, os.listdir(folder)))
+    return any(split_of(path.name) for path in Path(folder).glob("*"))
 
 
 def split_of(name):
