@@ -9,7 +9,7 @@ Python's documentation.
 
 Each document becomes <|endoftext|> followed by its tokens. If a text contains
 <|endoftext|>, it is treated as text. Rows without text are left out. At the
-end, notes count the rows left out and the values that are not text to read.
+end, notes count both, and the values that were not read.
 
 A shard, `<name>_<split>_<6 digits>.npy`, is an array of about `--shard-size`
 uint16 tokens: whole documents in the order of the input.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fineweb import Documents, Options, prepare
 from plumbing.cli.console import UserError
@@ -68,6 +69,13 @@ def test_a_column_of_a_table_may_have_a_dot_in_its_name():
     texts = random_texts(40)
     path = write_parquet("a.parquet", texts, column="a.b")
     assert holds(make_here(path, text_column="a.b"), texts)
+
+
+def test_of_two_columns_of_one_name_the_first_is_named(capsys):
+    columns = [pa.array(["T"]), pa.array(["D"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text"]), "a.parquet")
+    assert sorted(read(make_here("a.parquet"))) == sorted(as_bytes(["D"]))
+    assert "not read: text given twice (1 value)" in capsys.readouterr().out
 
 
 # ----- Texts --------------------------------------------------------------------------------------------

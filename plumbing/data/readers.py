@@ -294,10 +294,12 @@ def read_parquet(source: Source) -> Iterator[Row]:
     """The rows of a Parquet file."""
     import pyarrow.parquet  # slow to import
 
+    number = 0
     with pyarrow.parquet.ParquetFile(source.path) as table:
-        batches = (batch.to_pylist() for batch in table.iter_batches(256))
-        for number, record in enumerate(itertools.chain.from_iterable(batches), 1):
-            yield Row(f"Row {number}", record)
+        for batch in table.iter_batches(256):
+            for values in zip(*[column.to_pylist() for column in batch.columns]):
+                number += 1
+                yield Row(f"Row {number}", as_object(list(zip(batch.schema.names, values))))
 
 
 def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
