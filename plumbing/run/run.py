@@ -347,7 +347,7 @@ class Run:
         self.files.writer.wait()
         if self.stopping:
             again = "The same command" if self.config.resume else "The same command without --no-resume"
-            print(f"Stopped after {count(step, 'step')}. {again} continues the run.")
+            print(f"Stopped after {count(step, 'step')}. {again} continues the run from there.")
             typed = {name: value for name, value in self.typed.items() if name != "resume"}
             print_next(training_command(type(self.config), typed))
             return ended
