@@ -215,10 +215,11 @@ def write_shards(
     meta.documents = end.documents
     counts = Counts(end.counts, end.unread, meta.left_out)
     most = meta.made_from.get("max_tokens", 0)
-    if sources[0].repo:
-        prepare_downloads(folder, meta, [source.size for source in sources])
     download_folder = os.path.join(folder, ".download")
-    first = end.file if sources[0].repo else 0  # files on the hub stay as they are
+    first = 0
+    if sources[0].repo:
+        first = end.file  # those before it are the same: they are of one commit
+        prepare_downloads(folder, meta, [source.size for source in sources])
     # with a limit, the next file may not be needed
     files = downloads.fetch_all(sources, download_folder, first=first, ahead=not most)
     rows = read_files(renderer, files, end, meta.hashes)
@@ -233,16 +234,7 @@ def write_shards(
             else:
                 if run.is_full(split_for(row, meta), tokens, options.shard_size):
                     write(folder, meta, run.tokens(), counts=counts, renderer=renderer, enc=enc)
-                    end = End(
-                        file=row.file,
-                        row=row.number,
-                        row_hash=meta.hashes.get(str(row.file), 0),
-                        documents=meta.documents,
-                        counts=dict(counts.numbers),
-                        unread=dict(counts.unread),
-                    )
-                    meta.ends[list(meta.shards)[-1]] = end._asdict()
-                    save(folder, meta)
+                    record_end(folder, meta, row, counts=counts)
                     # a file stays until all its rows are in shards: after a kill, it is read again
                     downloads.remove_fetched(sources[: row.file], download_folder)
                     run = Run()
@@ -260,6 +252,20 @@ def write_shards(
     remove_folder(download_folder)  # before the end is recorded: complete folders are not looked at again
     finish(folder, meta, renderer.noun)
     counts.note()
+
+
+def record_end(folder: str, meta: Meta, following: Row, *, counts: Counts) -> None:
+    """Record that the rows before this one are in shards."""
+    end = End(
+        file=following.file,
+        row=following.number,
+        row_hash=meta.hashes.get(str(following.file), 0),
+        documents=meta.documents,
+        counts=dict(counts.numbers),
+        unread=dict(counts.unread),
+    )
+    meta.ends[list(meta.shards)[-1]] = end._asdict()
+    save(folder, meta)
 
 
 def prepare_downloads(folder: str, meta: Meta, sizes: list[int]) -> None:
