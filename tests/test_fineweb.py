@@ -501,7 +501,6 @@ BAD_INPUTS = {
     "--input p.parquet": "Row 1 of p.parquet has no text under 'text'. Its columns are id, a, content & --text-column",
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
-    "--input a.pdf": "a.pdf is not read as input. Give files that end in .parquet",
     "--input keys.json": "Its columns are data: {'data': [{'text': 'a'}]} & jq -c '.data[]' FILE > NEW.jsonl",
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
     # what is wrong with the input is said before what is wrong with the tokenizer
@@ -535,7 +534,6 @@ def bad_inputs(tmp_path_factory):
         "empty.jsonl": b"\n",
         "keys.json": b'{"data": [{"text": "a"}]}',
         "cut.parquet": parquet.read_bytes()[:-20],
-        "a.pdf": b"text\n",
         "foreign/x_train_000001.npy": b"",
         "strange/meta.json": b'{"tokenizer": "bytes"}',
         "clone/README.md": b"---\nlicense: mit\n---\n",

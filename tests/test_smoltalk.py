@@ -461,11 +461,6 @@ def test_a_column_of_a_table_may_hold_conversations(name):
     assert all_chats(folder) == texts_of(range(24))
 
 
-def test_a_table_without_conversations_is_refused():
-    with pytest.raises(UserError, match="Row 1 of a.parquet is not a conversation: it has no list"):
-        prepare_rows([{"id": 0}], "a.parquet")
-
-
 @pytest.mark.parametrize(
     "words, reason",
     [
