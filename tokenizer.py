@@ -48,22 +48,13 @@ from plumbing.files import check_new_output
 # ----- Training with Hugging Face's `tokenizers` --------------------------------------------------------
 
 
-def byte_chars():
-    """GPT-2's mapping of the 256 bytes to printable characters: the same code point, or one from U+0100 on."""
-    from tokenizers.pre_tokenizers import ByteLevel  # slow to import
-
-    chars = sorted(ByteLevel.alphabet())
-    own_first = sorted(range(256), key=lambda byte: chr(byte) not in chars)
-    return dict(zip(own_first, chars))
-
-
 def train(texts, vocab_size, name="tokenizer"):
     """Train byte-level BPE to `vocab_size` ids, <|endoftext|> included; fewer if the text runs out of pairs."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # splits by GPT-2's pattern
-    char_bytes = {char: byte for byte, char in byte_chars().items()}
+    char_bytes = {char: byte for byte, char in tokenizers.byte_chars().items()}
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         initial_alphabet=list(char_bytes),  # all 256, seen or not: any text can be encoded

@@ -502,7 +502,7 @@ BAD_INPUTS = {
     "--input empty.jsonl": "contains no text",
     "--input cut.parquet": "is damaged",
     "--input keys.json": "Its columns are data: {'data': [{'text': 'a'}]} & jq -c '.data[]' FILE > NEW.jsonl",
-    "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a .tiktoken file",
+    "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a folder",
     # what is wrong with the input is said before what is wrong with the tokenizer
     "--input none*.txt --tokenizer nowhere": "none*.txt & --dataset OWNER/NAME",
     "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 import threading
 import time
 import urllib.request
@@ -33,6 +34,9 @@ NO_NETWORK = (
 )
 
 
+HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|[\w.-]+/(?!.*\.pt$)[\w.-]+")  # of a model
+
+
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
     """Call `function` to download `name`, and once more if that may help. Its last error is shown with `advice`."""
     for attempt in (1, 2):
@@ -48,6 +52,23 @@ def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
                 wrong = console.plain(console.first_line(error)).removeprefix("Got: ")
                 raise UserError(f"Could not download {name}: {wrong}. {advice}") from None
         time.sleep(RETRY_SECONDS)
+
+
+def find_model(name: str) -> Path:
+    """The path of this name or, if there is none, the folder of the hub's model, downloaded if necessary."""
+    if os.path.exists(name) or os.path.exists(os.path.dirname(name)) or not HUB_NAME.fullmatch(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "merges.txt", "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns="*/*"))
+    except Exception as error:  # the hub's client has renamed its network errors from version to version
+        reason = console.first_line(error).removeprefix("Got: ")
+        raise UserError(
+            f"Could not download {name}: {reason}. Check the name and the network, or give a folder in Hugging Face "
+            "format."
+        ) from None
 
 
 def has_digest(file: io.BufferedReader | io.BytesIO, digest: str) -> bool:

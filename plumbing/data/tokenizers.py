@@ -1,14 +1,16 @@
-"""Tokenizers: GPT-2's, plain bytes, or one trained with tokenizer.py. Each is a `tiktoken.Encoding`.
+"""Tokenizers: GPT-2's, plain bytes, one trained with tokenizer.py, or a byte-level BPE in Hugging Face format.
 
-A `.tiktoken` file is in tiktoken's format, a `base64-of-the-token rank` line per token. It has no place for the name,
-the pre-tokenization pattern and the special tokens. They are in a second file, with .json added to the name.
+Each is a `tiktoken.Encoding`. A `.tiktoken` file is in tiktoken's format, a `base64-of-the-token rank` line per token.
+It has no place for the name, the pre-tokenization pattern, the special tokens and the original's files. They are in a
+second file, with .json added to the name.
 """
 
 import base64
 import functools
 import hashlib
+import itertools
 import json
-import os
+import string
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import tiktoken
 
 from plumbing.cli.console import UserError, first_line, plain
 from plumbing.data import downloads, shards
-from plumbing.files import atomic_write, open_regular
+from plumbing.files import atomic_write, open_regular, read_json
 
 EOT = "<|endoftext|>"  # the first token of every document
 ROLES = ("user", "assistant", "system")
@@ -34,12 +36,20 @@ GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\
 FAST_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES = r"(?s:.{1,64})"  # without merges, any split is correct; this one was the fastest
 FOR_HUGGINGFACE = {FAST_GPT2: GPT2, BYTES: r"[\s\S]{1,64}"}  # its engine has no (?s:)
+GPT2_RANKS = (
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # sha256 of its tokens in `dumps`
+)
+# the files of a tokenizer in Hugging Face format
+FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json")
+FILES += ("added_tokens.json", "chat_template.jinja")
 
 # ----- Open a tokenizer by its name, or the one of a folder of shards -----------------------------------
 
 
 def get_encoding(name_or_path):
-    """Return the tokenizer called "gpt2" or "bytes", or the one in a `.tiktoken` file; each also with "+chat"."""
+    """Return the tokenizer called "gpt2" or "bytes", or the one in a `.tiktoken` file or of a model in Hugging Face
+    format: a folder, or a name on the hub. Each is also there with "+chat".
+    """
     name = str(name_or_path)
     if name.endswith("+chat"):
         return with_chat(get_encoding(name.removesuffix("+chat")))
@@ -50,16 +60,32 @@ def get_encoding(name_or_path):
         advice = "Set TIKTOKEN_CACHE_DIR to a folder that has it, or make new shards with --tokenizer bytes."
         # tiktoken pins the vocabulary by its hash
         return downloads.retry("GPT-2's tokenizer", advice, lambda: tiktoken.get_encoding("gpt2"))
-    if not name.endswith(".tiktoken") and not os.path.exists(name):
-        raise UserError(
-            f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), or a .tiktoken file."
-        )
+    if not name.endswith(".tiktoken"):
+        path = downloads.find_model(name)
+        if path.is_dir():
+            return read_folder(path)
+        if not path.exists():
+            raise UserError(
+                f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), a .tiktoken file, or a folder "
+                "in Hugging Face format."
+            )
     return read_encoding(name)
 
 
 def copy_encoding(enc, name, special_tokens):
     ranks = enc._mergeable_ranks
-    return tiktoken.Encoding(name, pat_str=enc._pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    copied = tiktoken.Encoding(name, pat_str=enc._pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+    return with_files(copied, files_of(enc))
+
+
+def files_of(enc):
+    """{name: text} of the files in Hugging Face format that a tokenizer was read from."""
+    return vars(enc).get("files", {})
+
+
+def with_files(enc, files):
+    vars(enc)["files"] = files  # the class has no place for them
+    return enc
 
 
 def with_chat(enc):
@@ -137,6 +163,8 @@ def sha256(text):
 def dumps(enc):
     """Return all of a tokenizer as text: one line of JSON, then a `base64 rank` line per token."""
     header = {"name": enc.name, "pat_str": enc._pat_str, "special_tokens": enc._special_tokens}
+    if files := files_of(enc):
+        header["files"] = files
     ranks = enc._mergeable_ranks
     lines = [f"{base64.b64encode(token).decode()} {ranks[token]}" for token in sorted(ranks, key=ranks.get)]
     return "\n".join([json.dumps(header), *lines]) + "\n"
@@ -166,7 +194,8 @@ def loads(text):
         )
         if not name.isprintable() or enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
             raise ValueError("its name cannot be printed, or its pattern skips a part of the text")
-        return enc
+        files = fields.get("files", {})
+        return with_files(enc, {name: files[name] for name in FILES if name in files})
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"its fields cannot be used: {first_line(error)}") from None
 
@@ -196,6 +225,111 @@ def token_bytes(enc):
     for token, i in enc._mergeable_ranks.items():
         num_bytes[i] = len(token)
     return num_bytes
+
+
+# ----- Tokenizers in Hugging Face format ----------------------------------------------------------------
+
+
+def byte_chars():
+    """GPT-2's mapping of the 256 bytes to printable characters: the same code point, or one from U+0100 on."""
+    from tokenizers.pre_tokenizers import ByteLevel  # slow to import
+
+    chars = sorted(ByteLevel.alphabet())
+    own_first = sorted(range(256), key=lambda byte: chr(byte) not in chars)
+    return dict(zip(own_first, chars))
+
+
+def read_folder(folder):
+    """Return the byte-level BPE in a folder in Hugging Face format; UserError if its tokenizer is none.
+
+    <|endoftext|> is the token of that name or, if there is none, the one that ends a text there.
+    """
+    from transformers import AutoTokenizer, logging  # slow to import
+
+    logging.set_verbosity_error()
+    folder = Path(folder)
+    if (folder / "tokenizer.tiktoken").exists():
+        return read_encoding(folder / "tokenizer.tiktoken")
+    num_ids = sys.maxsize
+    if (folder / "config.json").exists():  # transformers may add special tokens that the model lacks
+        num_ids = read_json(folder / "config.json", "Copy it again.").get("vocab_size", num_ids)
+    try:
+        theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        fields = json.loads(theirs.backend_tokenizer.to_str())
+        enc = as_encoding(fields, theirs.eos_token, num_ids)
+        compare_ids(enc, theirs.backend_tokenizer)
+        files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).exists()}
+    except Exception as error:  # of many kinds
+        raise UserError(
+            f"The tokenizer in {folder} cannot be used: {first_line(error)}. This program reads GPT-2's, its own, and "
+            "byte-level BPE in Hugging Face format. Use another one."
+        ) from None
+    text = dumps(enc)
+    if sha256(text.partition("\n")[2]) == GPT2_RANKS:
+        return get_encoding("gpt2")
+    return with_files(copy_encoding(enc, f"bpe-{sha256(text)[:8]}", enc._special_tokens), files)
+
+
+def as_encoding(fields, eos_token, num_ids):
+    """The tokenizer in the content of a tokenizer.json, without the special ids from num_ids on.
+
+    ValueError, with the reason, if it is not a byte-level BPE whose ids are ranks, as tiktoken's are.
+    """
+    model = fields["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"it is a {model['type']}")
+    pattern = pattern_of(fields["pre_tokenizer"])
+    if fields["normalizer"]:
+        raise ValueError(f"it changes texts by {plain(json.dumps(fields['normalizer']), 100)}")
+    merged = ["".join(pair) for pair in model["merges"]]
+    ids = [model["vocab"][token] for token in merged]
+    if ids != sorted(set(ids)):
+        raise ValueError("its ids do not rise with its merges")
+    char_bytes = {char: byte for byte, char in byte_chars().items()}
+    special = model["vocab"] | {added["content"]: added["id"] for added in fields["added_tokens"]}
+    ranks = {}
+    for token in [*char_bytes, *merged]:  # no text becomes one of the others
+        if token in special:
+            ranks[bytes(map(char_bytes.__getitem__, token))] = special.pop(token)
+    special = {token: i for token, i in special.items() if i < num_ids}
+    for name in (eos_token, "</s>"):
+        if EOT not in special and name in special:
+            special[EOT] = special.pop(name)
+    enc = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return loads(dumps(enc))  # checks the ids
+
+
+def pattern_of(pre_tokenizer: Any) -> str:
+    """The pattern by which the pre-tokenizer of a tokenizer.json splits texts; ValueError if it does more."""
+    steps: Any = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
+    match steps:
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            return FAST_GPT2
+        case [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            ours: Any = {theirs: ours for ours, theirs in FOR_HUGGINGFACE.items()}
+            return ours.get(pattern, pattern)
+    raise ValueError(f"it splits texts by {plain(json.dumps(pre_tokenizer), 100)}")
+
+
+def compare_ids(enc, original):
+    """Raise ValueError unless a tokenizer of the package tokenizers gives the same ids for many texts."""
+    original.encode_special_tokens = True  # as text
+    texts = [added.content for added in original.get_added_tokens_decoder().values()]
+    texts += [token.decode(errors="ignore") for token in enc._mergeable_ranks] + texts_to_compare()
+    for text, expected in zip(texts, original.encode_batch(texts, add_special_tokens=False)):
+        if enc.encode_ordinary(text) != expected.ids:
+            raise ValueError(f"as a tiktoken.Encoding it gives other ids for {text[:40]!r}")
+
+
+def texts_to_compare():
+    """Texts of many kinds: this file's paragraphs, all pairs of ASCII's printable characters, and blanks in a row."""
+    # 00 01 02: the 0 is before and after each of the others
+    pairs = itertools.combinations_with_replacement(string.printable, 2)
+    texts = Path(__file__).read_text(encoding="utf-8").split("\n\n")
+    return [*texts, "".join(map("".join, pairs)), "x".join(" " * n for n in range(32)), PROBE]
 
 
 # ----- The chat format ----------------------------------------------------------------------------------

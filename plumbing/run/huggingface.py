@@ -6,14 +6,11 @@ names of GPT2LMHeadModel, but pads its vocabulary, and stores a block's four mat
 llama.cpp only converts models with GPT-2's tokenizer, because it recognizes tokenizers by a fixed list.
 """
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import pickle
-import string
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +48,6 @@ MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks in older files
 # the largest difference between equal logits, in standard deviations. Rounding in float32 causes 5e-6 in small models
 # and in 124M, up to 3e-5 with large weights; another form of GELU causes 2e-4 in a new model, more in a trained one
 LOGITS_LIMIT = 2e-4
-SAMPLE_TEXT = "The 1st of 1,000 isn't easy:\n\tna\u00efve \u65e5\u672c\u8a9e {x == 42}"  # tells tokenizers apart
 COPY_AGAIN = "Copy or export the model again."
 CHAT_TEMPLATE = (  # for apply_chat_template: renders a conversation as smoltalk.py does
     "{{ '<|endoftext|>' }}"
@@ -74,47 +70,25 @@ def transposed(weights: Weights) -> Weights:
     return converted
 
 
-def load_huggingface(name_or_directory: Name) -> tuple[dict[str, int], Weights]:
-    """Load (settings, weights) of a GPT-2 from the hub or a folder: GPTConfig's fields and a state dict for GPT."""
-    directory = find_folder(name_or_directory)
+def load_huggingface(directory: Path) -> tuple[dict[str, int], Weights]:
+    """Load (settings, weights) of a GPT-2 from a folder: GPTConfig's fields and a state dict for GPT."""
     path = directory / "config.json"
     config = read_json(path, COPY_AGAIN)
     for name, values in SUPPORTED.items():
         if config.get(name, values[0]) not in values:
             found = f"its {name} is {config[name]!r:.60}, not {values[0]!r}"
             raise UserError(f"{path} describes a model other than GPT-2: {found}. Use a GPT-2.")
-    with reading("weights", directory):
-        model, doubts = read_model(directory)
-    if doubts:
-        raise UserError(f"{directory} is not a GPT-2 that this program can use: it has {doubts}. {COPY_AGAIN}")
-    weights = transposed(model.state_dict())
-    return shape_of(weights, model.config.n_head, directory), weights
-
-
-@contextlib.contextmanager
-def reading(what: str, directory: Path) -> Iterator[None]:
-    """Context that turns an error of transformers, or of the libraries that it calls, into a UserError."""
     try:
-        yield
+        model, doubts = read_model(directory)
     except Exception as error:  # of many kinds
         reason = first_line(error)
         if isinstance(error, pickle.UnpicklingError):  # torch's own message explains how to run the code
             reason = "the file contains more than tensors, perhaps code, which is never run"
-        raise UserError(f"Could not read the {what} in {directory}: {reason}. {COPY_AGAIN}") from None
-
-
-def find_folder(name: Name) -> Path:
-    """The folder of this name or, if there is none, the hub's model of this name, downloaded if necessary."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:  # without a network, transformers' download would retry for 20 seconds
-        return Path(snapshot_download(str(name), allow_patterns=["config.json", "model.safetensors"]))
-    except Exception as error:  # the hub's client has renamed its network errors from version to version
-        reason = first_line(error).removeprefix("Got: ")
-        advice = "Check the network and run the same command again, or give a folder in Hugging Face format."
-        raise UserError(f"Could not download {name}: {reason}. {advice}") from None
+        raise UserError(f"Could not read the weights in {directory}: {reason}. {COPY_AGAIN}") from None
+    if doubts:
+        raise UserError(f"{directory} is not a GPT-2 that this program can use: it has {doubts}. {COPY_AGAIN}")
+    weights = transposed(model.state_dict())
+    return shape_of(weights, model.config.n_head, directory), weights
 
 
 def read_model(directory: Path) -> tuple[Any, str]:
@@ -178,29 +152,18 @@ def shape_of(weights: Weights, n_head: Any, source: Name) -> dict[str, int]:
     raise UserError(f"{source} is not a GPT-2 that this program can use: it has {problem}. Use another model.")
 
 
-def load_tokenizer(name_or_directory: Name, settings: dict[str, int]) -> tiktoken.Encoding:
-    """The tokenizer of a folder in Hugging Face format or of a GPT-2 on the hub (OpenAI's).
+def load_tokenizer(directory: Path, settings: dict[str, int]) -> tiktoken.Encoding:
+    """The tokenizer of a folder in Hugging Face format.
 
     Tokens that a model has in addition to GPT-2's, such as one for padding, are never fed to it or sampled.
     """
-    directory = Path(name_or_directory)
     vocab_size = settings["vocab_size"]
-    if (directory / "tokenizer.tiktoken").exists():
-        return tokenizers.read_encoding(directory / "tokenizer.tiktoken")
-    if any((directory / name).exists() for name in ("tokenizer.json", "vocab.json")):
-        from transformers import AutoTokenizer
-
-        with reading("tokenizer", directory):
-            theirs: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        expected = tokenizers.get_encoding("gpt2").encode_ordinary(SAMPLE_TEXT)
-        is_gpt2 = theirs.encode(SAMPLE_TEXT, add_special_tokens=False) == expected
-    else:  # GPT-2's size, or the same padded to a multiple of 64
-        is_gpt2 = not directory.is_dir() or vocab_size in (50257, 50304)
-    if not is_gpt2:
+    if any((directory / name).exists() for name in ("tokenizer.tiktoken", "tokenizer.json", "vocab.json")):
+        return tokenizers.read_folder(directory)
+    if vocab_size not in (50257, 50304):  # GPT-2's size, or the same padded to a multiple of 64
         raise UserError(
-            f"The model in {directory}, with {vocab_size} token ids, has its own tokenizer. This program reads only "
-            "GPT-2's and those that it wrote. If the model was trained here, copy its tokenizer.tiktoken and "
-            "tokenizer.tiktoken.json to that folder. Otherwise use another model."
+            f"The model in {directory}, with {vocab_size} token ids, has no tokenizer, and GPT-2's has 50257. Copy its "
+            "tokenizer files to that folder, or use another model."
         )
     return tokenizers.get_encoding("gpt2")
 
@@ -224,6 +187,8 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, run_folder: Pat
             with atomic_write(part / name) as file:
                 file.write(content)
         tokenizers.write_encoding(enc, part / "tokenizer.tiktoken")
+        if tokenizers.files_of(enc) and tokenizers.has_chat_tokens(enc):
+            add_markers(part, enc)
         check_export(model, enc, part)
         if card := run_folder and make_card(part, run_folder):
             with atomic_write(part / "README.md") as file:
@@ -282,17 +247,12 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
 def text_to_compare(enc: tiktoken.Encoding) -> Tensor:
     """Ids (n,) of a text that reveals a changed model, even one that depends on line ends, digits or neighbors.
 
-    It has the paragraphs of this file, each after a special token; every pair of ASCII's printable characters; up to 31
-    blanks in a row; every byte; and every special token.
+    It has the texts that tokenizers are compared on, each after a special token; every byte; and every special token.
     """
-    # 00 01 02: the 0 is before and after each of the others
-    pairs = itertools.combinations_with_replacement(string.printable, 2)
-    paragraphs = Path(__file__).read_text(encoding="utf-8").split("\n\n")
-    paragraphs += ["".join(map("".join, pairs)), "x".join(" " * n for n in range(32))]
     special_ids = sorted(enc._special_tokens.values())
     ids = []
-    for special_id, paragraph in zip(itertools.cycle(special_ids), paragraphs):
-        ids += [special_id, *enc.encode_ordinary(paragraph + "\n\n")]
+    for special_id, text in zip(itertools.cycle(special_ids), tokenizers.texts_to_compare()):
+        ids += [special_id, *enc.encode_ordinary(text + "\n\n")]
     ids += [i for token, i in enc._mergeable_ranks.items() if len(token) == 1]
     return torch.tensor(ids + special_ids)
 
@@ -333,6 +293,8 @@ def export_files(shape: dict[str, Any], enc: tiktoken.Encoding) -> dict[str, byt
 
 def tokenizer_files(enc: tiktoken.Encoding, max_length: int | None = None) -> dict[str, bytes]:
     """{name: content} of the files that give transformers' AutoTokenizer the ids of `enc`."""
+    if files := tokenizers.files_of(enc):  # a chat model's: see `add_markers`
+        return {name: text.encode() for name, text in files.items()}
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     special_tokens = sorted(enc._special_tokens, key=enc._special_tokens.__getitem__)
@@ -361,3 +323,16 @@ def tokenizer_files(enc: tiktoken.Encoding, max_length: int | None = None) -> di
         "tokenizer.json": converted.to_str().encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
     }
+
+
+def add_markers(directory: Path, enc: tiktoken.Encoding) -> None:
+    """Add the role markers and the chat template to the tokenizer that a folder has as it was before."""
+    from transformers import AutoTokenizer
+
+    theirs: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    theirs.add_special_tokens({"additional_special_tokens": [*tokenizers.CHAT_TOKENS]})
+    for token in tokenizers.CHAT_TOKENS:
+        if theirs.convert_tokens_to_ids(token) != enc.encode_single_token(token):
+            raise UserError(f"Tokenizer {enc.name} cannot be exported: {token} would have another id.")
+    theirs.chat_template = CHAT_TEMPLATE.replace(tokenizers.EOT, theirs.convert_ids_to_tokens(enc.eot_token))
+    theirs.save_pretrained(directory)

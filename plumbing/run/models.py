@@ -5,7 +5,6 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import tiktoken
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from plumbing.cli.console import UserError, first_line, note, plain
 from plumbing.cli.flags import suggest
-from plumbing.data import tokenizers
+from plumbing.data import downloads, tokenizers
 from plumbing.data.windows import data_tokenizer
 from plumbing.files import Name
 from plumbing.run import checks, huggingface, source_code
@@ -50,12 +49,12 @@ class SavedModel:
 
 def load_saved_model(source: str) -> SavedModel:
     """Load a GPT-2 by name, a folder in Hugging Face format, a checkpoint, or the newest checkpoint of a run."""
-    path = Path(source)
-    if path.suffix != ".pt" and path.is_file() and (path.parent / "config.json").exists():
-        source, path = str(path.parent), path.parent  # a file of a folder in Hugging Face format
-    if (path / "config.json").exists() or (source in OPENAI_MODELS and not path.exists()):
-        settings, weights = huggingface.load_huggingface(source)
-        return SavedModel(settings, weights, lambda: huggingface.load_tokenizer(source, settings))
+    path = downloads.find_model(source)
+    # a file may be one of a folder in Hugging Face format
+    folder = path.parent if path.is_file() and path.suffix != ".pt" else path
+    if (folder / "config.json").exists():
+        settings, weights = huggingface.load_huggingface(folder)
+        return SavedModel(settings, weights, lambda: huggingface.load_tokenizer(folder, settings))
     if path.is_file():
         content = read_file(path)
         settings = peer_settings(content)

@@ -1,0 +1,171 @@
+"""Byte-level BPE in Hugging Face format, of several makers: read, compared and kept. What is none is one line."""
+
+import os
+
+import huggingface_hub
+import pytest
+import sample
+import torch
+from plumbing.cli.console import UserError
+from plumbing.data import tokenizers
+from plumbing.run.huggingface import export_huggingface
+from plumbing.run.models import load_saved_model
+from tokenizers import (
+    ByteLevelBPETokenizer,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, RobertaTokenizerFast
+
+from corpora import GPT4, corpus, make, odd_texts
+from harness import losses, status_of, talk, train
+
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLIT = pre_tokenizers.Split(Regex(GPT4), "isolated")
+AFTER_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def in_a_class(folder, pre_tokenizer, special, *, trainer=trainers.BpeTrainer, model=models.BPE, normalizer=None):
+    """Save a tokenizer of the package tokenizers in transformers' own class. The last special token ends a text."""
+    made = Tokenizer(model())
+    made.pre_tokenizer = pre_tokenizer
+    made.decoder = decoders.ByteLevel()
+    if normalizer:
+        made.normalizer = normalizer
+    options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special, show_progress=False)
+    made.train_from_iterator(corpus(), trainer(vocab_size=600, **options))
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[-1]).save_pretrained(folder)
+
+
+def in_its_own_class(folder, save):
+    made = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    made.train_from_iterator(corpus(), vocab_size=600, special_tokens=special, show_progress=False)
+    save(made)
+    (folder / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 600}', encoding="utf-8")
+
+
+def in_robertas_class(folder):
+    in_its_own_class(folder, lambda made: made.save_model(str(folder)))
+    theirs = RobertaTokenizerFast.from_pretrained(folder)
+    for path in folder.iterdir():
+        path.unlink()
+    theirs.save_pretrained(folder)
+
+
+MAKERS = {
+    "vocab.json": lambda folder: in_its_own_class(folder, lambda made: made.save_model(str(folder))),
+    "tokenizer.json": lambda folder: in_its_own_class(folder, lambda made: made.save(str(folder / "tokenizer.json"))),
+    "RoBERTa's": in_robertas_class,
+    "GPT-2's pattern": lambda folder: in_a_class(folder, BYTE_LEVEL, ["<|endoftext|>"]),
+    "another pattern": lambda folder: in_a_class(
+        folder, pre_tokenizers.Sequence([SPLIT, AFTER_SPLIT]), ["<pad>", "</s>"]
+    ),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_byte_level_bpe_gives_its_makers_ids(maker, tmp_path):
+    MAKERS[maker](tmp_path)
+    enc = tokenizers.get_encoding(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*odd_texts(500), *corpus()[:5]]:
+        ids = enc.encode_ordinary(text)
+        assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert enc.decode(ids) == text
+    assert enc.n_vocab == 600
+    assert enc.eot_token == theirs.convert_tokens_to_ids("<|endoftext|>" if maker == "GPT-2's pattern" else "</s>")
+    assert tokenizers.loads(tokenizers.dumps(enc)).encode_ordinary("caf\u00e9 12") == enc.encode_ordinary(
+        "caf\u00e9 12"
+    )
+
+
+NOT_BYTE_LEVEL = {
+    '"add_prefix_space": true': (pre_tokenizers.ByteLevel(add_prefix_space=True), {}),
+    "Digits": (pre_tokenizers.Sequence([pre_tokenizers.Digits(), BYTE_LEVEL]), {}),
+    "Metaspace": (pre_tokenizers.Metaspace(), {}),  # as sentencepiece's
+    "NFKC": (BYTE_LEVEL, dict(normalizer=normalizers.NFKC())),
+    "it is a WordPiece": (BYTE_LEVEL, dict(model=models.WordPiece, trainer=trainers.WordPieceTrainer)),
+    "it is a Unigram": (BYTE_LEVEL, dict(model=models.Unigram, trainer=trainers.UnigramTrainer)),
+}
+
+
+@pytest.mark.parametrize("words", NOT_BYTE_LEVEL)
+def test_what_is_no_byte_level_bpe_is_refused_by_its_name(words, tmp_path):
+    pre_tokenizer, options = NOT_BYTE_LEVEL[words]
+    in_a_class(tmp_path, pre_tokenizer, ["</s>"], **options)
+    with pytest.raises(UserError, match=words):
+        tokenizers.get_encoding(tmp_path)
+
+
+def test_a_token_that_splits_texts_unasked_is_refused(tmp_path):
+    """It is no special one, so the original finds it in the middle of a word."""
+    MAKERS["GPT-2's pattern"](tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs.add_tokens("caf")
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="gives other ids for 'caf'"):
+        tokenizers.get_encoding(tmp_path)
+
+
+@pytest.fixture
+def german(tmp_path):
+    """A folder with transformers' GPT-2 and a tokenizer of its own, and its files."""
+    folder = tmp_path / "german"
+    folder.mkdir()
+    MAKERS["another pattern"](folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=600, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder, files
+
+
+@pytest.mark.gpt2
+def test_a_fine_tuned_model_keeps_its_tokenizer(german, tmp_path, capsys):
+    folder, files = german
+    (tmp_path / "a.txt").write_text("\n".join(corpus()[:5]), encoding="utf-8")
+    data = make(tmp_path, tmp_path / "a.txt", name="data", tokenizer=str(folder))
+    train(data, tmp_path / "out", init_from=folder, max_steps=2, block_size=64)
+    assert losses(tmp_path / "out", "val")[0] < 6.5  # ln 600 = 6.4
+    for name, content in files.items():
+        assert (tmp_path / "out" / "hf" / name).read_bytes() == content
+    os.rename(data, tmp_path / "gone")
+    capsys.readouterr()
+    assert status_of(sample.main, ["Stra\u00dfe", "-m", str(tmp_path / "out"), "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("Stra\u00dfe")
+
+
+@pytest.mark.gpt2
+def test_a_name_on_the_hub_is_a_model_with_its_tokenizer(german, tmp_path, monkeypatch):
+    """Unless there is a folder here that it may lie in."""
+    folder, _ = german
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: {"OWNER/german": folder}[name])
+    assert load_saved_model("OWNER/german").enc.name == tokenizers.get_encoding("OWNER/german").name
+    with pytest.raises(UserError, match="Could not download OWNER/nothing"):
+        load_saved_model("OWNER/nothing")
+    (tmp_path / "OWNER").mkdir()
+    with pytest.raises(UserError, match="There is no OWNER/german"):
+        load_saved_model("OWNER/german")
+
+
+@pytest.mark.gpt2
+def test_a_chat_model_keeps_its_tokenizer_and_adds_the_markers(german, tmp_path):
+    from train_gpt2 import GPT
+
+    folder, _ = german
+    enc = tokenizers.with_chat(load_saved_model(str(folder)).enc)
+    model = GPT.from_pretrained(str(folder))
+    extended = GPT(type(model.config)(**vars(model.config) | {"vocab_size": 640}))
+    extended.load_state_dict(extended.extend(model.state_dict()))
+    export_huggingface(extended, enc, tmp_path / "hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizers.render_conversation(talk("Hi ", "caf\u00e9"), enc)[0]
+    assert theirs.apply_chat_template(talk("Hi ", "caf\u00e9"))["input_ids"] == ids
+    assert ids[0] == theirs.eos_token_id
