@@ -38,7 +38,7 @@ PROTOCOLS = {
 
 KINDS = ((36, 768 * 768), (12, 768 * 768), (12, 4 * 768 * 768), (12, 4 * 768 * 768))  # Muon: matrices, elements of each
 
-PER_CORE = 5_264_915 / 2  # tokens/s of fineweb.py per core: measured, records/2026-11-21-data-preparation/data_idle.txt, at 3734ee5
+PER_CORE = 5_264_915 / 2  # tokens/s of fineweb.py per core: measured, records/2026-11-28-data-preparation/data_idle.txt, at 3734ee5
 
 # ----------------------------------------------------------------------------------------------------------
 # The model
