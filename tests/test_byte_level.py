@@ -6,6 +6,7 @@ import huggingface_hub
 import pytest
 import sample
 import torch
+import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
 from plumbing.run.huggingface import export_huggingface
@@ -23,7 +24,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, RobertaTokenizerFast
 
 from corpora import GPT4, corpus, make, odd_texts
-from harness import losses, status_of, talk, train
+from harness import losses, refusal_of, status_of, talk, tiny_flags
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLIT = pre_tokenizers.Split(Regex(GPT4), "isolated")
@@ -131,7 +132,12 @@ def test_a_fine_tuned_model_keeps_its_tokenizer(german, tmp_path, capsys):
     folder, files = german
     (tmp_path / "a.txt").write_text("\n".join(corpus()[:5]), encoding="utf-8")
     data = make(tmp_path, tmp_path / "a.txt", name="data", tokenizer=str(folder))
-    train(data, tmp_path / "out", init_from=folder, max_steps=2, block_size=64)
+    words = tiny_flags(data, tmp_path / "out", init_from=folder, max_steps=2, block_size=64)
+    place = words.index("--max-lr")
+    del words[place : place + 2]
+    status, said, _ = refusal_of(train_gpt2.main, *words)
+    assert status == 0
+    assert "3e-5 is usual" in said
     assert losses(tmp_path / "out", "val")[0] < 6.5  # ln 600 = 6.4
     for name, content in files.items():
         assert (tmp_path / "out" / "hf" / name).read_bytes() == content
@@ -157,12 +163,10 @@ def test_a_name_on_the_hub_is_a_model_with_its_tokenizer(german, tmp_path, monke
 
 @pytest.mark.gpt2
 def test_a_chat_model_keeps_its_tokenizer_and_adds_the_markers(german, tmp_path):
-    from train_gpt2 import GPT
-
     folder, _ = german
     enc = tokenizers.with_chat(load_saved_model(str(folder)).enc)
-    model = GPT.from_pretrained(str(folder))
-    extended = GPT(type(model.config)(**vars(model.config) | {"vocab_size": 640}))
+    model = train_gpt2.GPT.from_pretrained(str(folder))
+    extended = train_gpt2.GPT(type(model.config)(**vars(model.config) | {"vocab_size": 640}))
     extended.load_state_dict(extended.extend(model.state_dict()))
     export_huggingface(extended, enc, tmp_path / "hf")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")

@@ -301,12 +301,12 @@ def finished(folder):
 
 @pytest.fixture
 def said_of_code(finished, folder, out, tmp_path):
-    """A function: what a run says whose first weights were trained by this code, {name: the name of its copy}."""
+    """A function: what an evaluation says of weights that this code, {name: the name of its copy}, has trained."""
 
     def train_from(code):
         path = shutil.copy(finished, tmp_path)
         change_checkpoint(path, lambda content: content.update(code=code))
-        return train(folder, out, init_from=path, max_steps=1)
+        return train(folder, out, init_from=path, max_steps=0)
 
     return train_from
 

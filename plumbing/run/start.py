@@ -207,6 +207,11 @@ def start_from_model(model: models.SavedModel, request: Request) -> Start:
     models.config_of(type(config.model_config), model.settings)
     if not config.max_steps:  # weights that are trained further may as well be used in another way
         source_code.check_code(model.code, type(config), config.init_from, goes_on=True)
+    if not model.code and config.max_steps and request.typed.keys().isdisjoint(("max_lr", "preset")):
+        note(
+            f"--max-lr is {config.max_lr:g}, as for a new model. For weights from elsewhere, 3e-5 is usual: add "
+            "--max-lr 3e-5 --min-lr 3e-6."
+        )
     if old_ids is None:
         models.check_tokenizer(model.enc.name, config)
     return Start(config, request.typed, weights=model.weights, old_ids=old_ids)
