@@ -39,11 +39,14 @@ class Options:
     top_k: int = 50  # sample from the k most likely tokens; 0: from all
     # sample from the smallest set of most likely tokens with this total probability
     top_p: flags.Positive[float] = 1.0
+    repetition_penalty: flags.Positive[float] = 1.0  # above 1, tokens that the text has already are less likely
+    stop: tuple[str, ...] = ()  # a continuation ends before any of these texts
     seed: int = 42  # the same seed gives the same text
     device: str = "auto"  # cpu, cuda or mps; auto: best available
     code: str = ""  # the changed copy of train_gpt2.py that trained the model; by default train_gpt2.py itself
     # hold a conversation, one message per line: /reset starts over, /quit ends it, Ctrl-C stops an answer
     chat: bool = False
+    system: str = ""  # a message to the chat model that comes before the conversation
     export: str = ""  # write the model to this new folder in Hugging Face format instead of sampling
 
 
@@ -61,6 +64,8 @@ def complaints(options):
         yield "The prompt is empty. Give the text to continue in quotes, or --chat for a conversation."
     if options.chat and (options.export or options.num_samples != 1):
         yield "--chat gives one answer at a time and writes nothing. Leave out --num-samples and --export."
+    if options.system and not options.chat:
+        yield "--system begins a conversation. Add --chat, or leave it out."
     if os.path.lexists(options.export):
         yield f"--export {options.export} exists already. Choose a new folder."
 
@@ -79,7 +84,8 @@ from plumbing.system.devices import choose_device, choose_dtype
 def generate_rows(model, enc, ids, *, options, rows=1):
     """Continue `ids` (at most a block). Yield the rows' next ids, with None for rows that a special token has ended."""
     prompt = torch.tensor([ids] * rows, device=next(model.parameters()).device)
-    sampling = dict(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    names = ("temperature", "repetition_penalty", "top_k", "top_p")
+    sampling = {name: getattr(options, name) for name in names}
     special_ids = enc._special_tokens.values()
     running = [True] * rows
     for next_ids in model.generate(prompt, options.max_new_tokens, enc.n_vocab, **sampling):
@@ -98,6 +104,21 @@ def stream_text(model, enc, ids, *, options):
     yield decoder.decode(b"", final=True)
 
 
+def up_to(stops, pieces):
+    """Yield pieces of text up to the first of the texts `stops`. What may be the beginning of one is held back."""
+    held = ""
+    longest = max(map(len, stops), default=1)
+    for piece in pieces:
+        held += piece
+        if places := [held.find(stop) for stop in stops if stop in held]:
+            yield held[: min(places)]
+            return
+        safe = max(0, len(held) - longest + 1)
+        yield held[:safe]
+        held = held[safe:]
+    yield held
+
+
 def complete(model, enc, options):
     """Print the prompt with each of its continuations."""
     prompt = options.prompt
@@ -109,15 +130,16 @@ def complete(model, enc, options):
             f"The prompt has {len(ids):,} tokens, but the model reads at most {block_size:,}. Shorten it."
         )
     if num_samples == 1:
-        for piece in itertools.chain([prompt], stream_text(model, enc, ids, options=options)):
+        pieces = up_to(options.stop, stream_text(model, enc, ids, options=options))
+        for piece in itertools.chain([prompt], pieces):
             print(console.harmless(piece), end="", flush=True)
         print()
         return
     steps = list(generate_rows(model, enc, ids, options=options, rows=num_samples))
     texts = []
     for row in range(num_samples):
-        continuation = [step[row] for step in steps if step[row] is not None]
-        texts.append(console.harmless(prompt + enc.decode(continuation)))
+        continuation = enc.decode([step[row] for step in steps if step[row] is not None])
+        texts.append(console.harmless("".join([prompt, *up_to(options.stop, [continuation])])))
     print(f"\n{'-' * 80}\n".join(texts))
 
 
@@ -147,10 +169,14 @@ def render_prompt(messages, enc):
     return [enc.eot_token, *tokenizers.encode_text(enc, text + "Assistant:").tolist()]
 
 
-def fit_prompt(messages, enc, max_length):
-    """Render the newest messages that fit, and remove the older ones from the list. None if no message fits."""
+def fit_prompt(messages, enc, max_length, *, system=""):
+    """Render the newest messages that fit, and remove the older ones from the list. None if no message fits.
+
+    system: a message that comes first and stays.
+    """
+    first = [{"role": "system", "content": system}] * bool(system)
     while messages:
-        ids = render_prompt(messages, enc)
+        ids = render_prompt(first + messages, enc)
         if len(ids) <= max_length:
             return ids
         del messages[:2]
@@ -161,13 +187,13 @@ def answer(model, enc, messages, *, options):
     """Print the assistant's answer while it is generated, and append it to `messages`. Ctrl-C ends it."""
     block_size = model.config.block_size
     max_length = block_size - min(options.max_new_tokens, block_size // 2)  # the rest is for the answer
-    ids = fit_prompt(messages, enc, max_length)
+    ids = fit_prompt(messages, enc, max_length, system=options.system)
     if ids is None:
         print(f"(That is too long: at most {max_length:,} tokens fit. The conversation starts over.)")
         return
     text = ""
     try:
-        for piece in stream_text(model, enc, ids, options=options):
+        for piece in up_to(options.stop, stream_text(model, enc, ids, options=options)):
             text += piece
             # subtle: a base model would continue with the user's next message
             if "\n" in text.lstrip() and not tokenizers.has_chat_tokens(enc):

@@ -322,11 +322,15 @@ class GPT(nn.Module):
         return logits if return_logits else None, loss / num_targets
 
     @torch.no_grad()
-    def generate(self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *, temperature=1.0, **sampling):
+    def generate(
+        self, idx: torch.Tensor, max_new_tokens: int, vocab_size: int, *,
+        temperature=1.0, repetition_penalty=1.0, **sampling
+    ):  # fmt: skip
         """Continue the token ids (B, T): yield the next ids (B,), one at a time.
 
         The model sees the last block_size ids. temperature: 0 picks the likeliest id; vocab_size: ids from here on are
-        padding and never sampled; sampling: see `sample_ids`.
+        padding and never sampled; repetition_penalty: above 1, ids that the text has become less likely (Keskar et al.
+        2019); sampling: see `sample_ids`.
         """
         block_size = self.config.block_size
         cache = None
@@ -339,6 +343,8 @@ class GPT(nn.Module):
                 else:  # past block_size every token gets a new position, so nothing cached is valid
                     x = self.hidden_states(idx[:, -block_size:])
             logits = self.logits(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
+            seen = logits.gather(1, idx)
+            logits.scatter_(1, idx, torch.where(seen < 0, seen * repetition_penalty, seen / repetition_penalty))
             if temperature:
                 next_ids = sample_ids(logits / temperature, **sampling)
             else:

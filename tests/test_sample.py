@@ -102,6 +102,30 @@ def test_the_padding_of_the_vocabulary_is_never_sampled(options, padded):
         assert max(row) < 257
 
 
+@pytest.mark.gpt2
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.8])
+def test_a_repetition_penalty_gives_transformers_numbers(penalty, model, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel.from_pretrained(save(tmp_path / "hf", model))
+    options = dict(max_new_tokens=20, do_sample=False, repetition_penalty=penalty, eos_token_id=None)
+    expected = theirs.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
+    assert rows_of(model, PROMPT, 20, temperature=0, repetition_penalty=penalty) == [expected]
+
+
+@pytest.mark.parametrize(
+    "pieces, stops, expected",
+    [
+        (["a", "b", "c"], (), ["a", "b", "c", ""]),
+        (["Hi.", "\nUs", "er: no"], ("\nUser:",), ["", "H", "i."]),  # nothing of it is printed before it is whole
+        (["ab", "c"], ("bd", "x"), ["a", "b", "c"]),
+        (["a b c"], ("c", "b"), ["a "]),
+    ],
+)
+def test_a_text_ends_before_the_first_of_the_texts_that_stop_it(pieces, stops, expected):
+    assert [*sample.up_to(stops, pieces)] == expected
+
+
 @pytest.mark.parametrize("options", [dict(top_k=1), dict(top_k=0, top_p=1e-6)], ids=str)
 def test_the_likeliest_id_alone_is_greedy(options, model):
     assert rows_of(model, PROMPT, 20, **options) == rows_of(model, PROMPT, 20, temperature=0)
@@ -194,6 +218,16 @@ def test_several_samples_are_printed_with_lines_between_them(printed, greedy):
 
 
 @pytest.mark.gpt2
+@pytest.mark.parametrize("rows", ["1", "2"])
+def test_samples_end_before_a_text_that_stops_them(rows, printed, greedy):
+    stop = greedy[-3:]
+    texts = printed("Hello", "--temperature", "0", "-n", rows, "--stop", "no such text", stop).split(
+        f"\n{'-' * 80}\n"
+    )
+    assert {text.removesuffix("\n") for text in texts} == {greedy[: greedy.index(stop, 5)]}
+
+
+@pytest.mark.gpt2
 def test_the_same_seed_gives_the_same_text(printed):
     text = printed("Hello", "--seed", "1")
     assert printed("Hello", "--seed", "1") == text
@@ -231,6 +265,7 @@ def test_an_export_replaces_nothing(name, tmp_path):
         (["x", "--top-p", "1.5"], "--top-p is 1.5"),
         (["", "--top-k", "-1"], "The prompt is empty. .*--top-k is -1"),
         (["--chat", "-n", "2"], "--num-samples and --export"),
+        (["x", "--system", "Be kind."], "Add --chat"),
     ],
 )
 def test_a_mistake_is_one_line(words, said, model, tmp_path):
@@ -255,6 +290,15 @@ def test_the_oldest_messages_are_dropped_when_the_block_is_full():
 
 def test_a_last_message_that_does_not_fit_is_not_cut():
     assert fit_prompt(talk("fifth"), CHAT, 8) is None
+
+
+@pytest.mark.parametrize("enc", [CHAT, BYTES])
+def test_a_system_message_comes_first_and_stays(enc):
+    """12 bytes of it, and some of its own."""
+    messages = talk("first", "second", "third")
+    whole = sample.render_prompt([{"role": "system", "content": "Be kind, now"}, *messages[2:]], enc)
+    assert fit_prompt(messages, enc, len(whole), system="Be kind, now") == whole
+    assert [message["content"] for message in messages] == ["third"]
 
 
 @pytest.fixture
