@@ -68,7 +68,7 @@ class Recipe(GPTConfig):
         "gpt2"
     )
     # initial weights, seed and precision
-    init_from: str = ""  # initial weights: a GPT-2 name, a folder or a checkpoint
+    init_from: str = ""  # initial weights: a GPT-2 on the Hub, a folder or a checkpoint
     branch_from: str = ""  # run or checkpoint to continue in out_dir with other settings
     seed: int = 1337  # seed of the weights, data order and samples
     # auto: bfloat16 where the device computes it fast, float16 on GPUs before Ampere, else float32; fp8: bfloat16 with

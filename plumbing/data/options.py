@@ -16,7 +16,8 @@ class DataOptions:
     # and .zst are unpacked
     input: tuple[str, ...] = ()
     out_dir: str | None = None  # folder for the shards; by default named after the data set or the first file
-    # gpt2 (the default), bytes (the default for python-docs), or the path of a .tiktoken file
+    # gpt2 (the default), bytes (the default for python-docs), a .tiktoken file, or a GPT-2 with a tokenizer of its own:
+    # a folder in Hugging Face format or a name on the Hub
     tokenizer: str = ""
     shard_size: flags.Positive[int] = 100_000_000  # tokens in a shard, roughly; each takes 2 bytes
     num_proc: int = 0  # cores to tokenize on (0: all); changes only the speed
