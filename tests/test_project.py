@@ -199,6 +199,7 @@ def run_record(scripts, name, args):
 @pytest.mark.parametrize("script", [path for path in UNMARKED if path.stem in CALLED], ids=str)
 def test_a_script_of_a_record_runs_unless_it_says_at_which_commit_it_ran(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     run(run_record, [script], "__main__", CALLED[script.stem].split())
 
 
