@@ -384,7 +384,7 @@ def test_a_branch_says_that_it_keeps_no_presets_settings(said_of_settings):
 
 
 def test_a_branch_says_which_settings_are_its_parents(said_of_settings, parent, folder):
-    assert f"Settings taken over from {parent}: data {folder}, " in said_of_settings
+    assert f"Settings inherited from {parent}: data {folder}, " in said_of_settings
     assert " block_size 32, " in said_of_settings
 
 

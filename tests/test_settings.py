@@ -1,4 +1,4 @@
-"""What is typed, what is taken over from a run or a model, and what may differ between ranks."""
+"""What is typed, what is inherited from a run or a model, and what may differ between ranks."""
 
 import pytest
 import train_gpt2
@@ -64,11 +64,14 @@ def test_a_branch_keeps_a_vocabulary_that_is_not_padded(data, tmp_path, main):
     assert newest_checkpoint(tmp_path / "out")["config"]["vocab_size"] == 257
 
 
-def test_a_folder_alone_continues_a_run_whose_vocabulary_is_not_padded(data, out, main):
+def test_a_folder_alone_continues_a_run_whose_vocabulary_is_not_padded(data, out, main, capsys):
+    """And lists none of the settings, for which the command asks."""
     train(data, out, vocab_size=257, max_steps=2, checkpoint_every=1)
     (out / "model_00002.pt").unlink()
+    capsys.readouterr()
     main("--out-dir", str(out))
     assert newest_checkpoint(out)["step"] == 2
+    assert "Settings" not in capsys.readouterr().out
 
 
 def test_a_branch_keeps_the_shares_of_folders_that_are_typed_in_another_way(data, tmp_path, main):

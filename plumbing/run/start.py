@@ -259,19 +259,21 @@ def refuse_another_recipe(own: Checkpoint, config: Any, changed: dict[str, tuple
 
 
 def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Request, *, source: str) -> None:
-    """Print the settings from the run, its parent or its model that differ from the command's."""
+    """Print the inherited settings that differ from the command's, unless it asks for them by a run's name alone."""
     asked, typed = request.asked, request.typed
     preset = typed.get("preset")
     if config.branch_from and preset and preset != settings.get("preset"):
         note(f"A branch keeps its parent's settings, not those of --preset {preset}.")
+    if not preset and (config.branch_from or typed.keys() <= names_of(StartOptions)):
+        return
     taken = []
     for name, value in inheritable(type(config), settings).items():
-        is_typed = typed.get(name, "auto") != "auto"
-        if not is_typed and value == getattr(config, name) != getattr(asked, name):
+        expected = getattr(asked, name)
+        if name not in typed and value == getattr(config, name) != expected != "auto":
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             taken.append(f"{name} {shown}")
     if taken:
-        text = f"Settings taken over from {source}: {', '.join(taken)}."
+        text = f"Settings inherited from {source}: {', '.join(taken)}."
         print0(textwrap.fill(text, 79, break_long_words=False, break_on_hyphens=False))
 
 
