@@ -21,7 +21,7 @@ import torch
 import train_gpt2
 from bench import __main__ as bench
 from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from corpora import write_parquet
 from harness import ROOT, elastic_worker, examples_file, flags, run, status_of
@@ -292,10 +292,7 @@ def test_every_flag_that_the_readme_names_is_one_of_a_program():
     known = {"--index-url", "--help", "--no-compile", "--no-resume"}
     for option in options:
         known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(option)}
-    known |= {
-        *"--standalone --nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id".split()
-    }  # torchrun's
-    known |= {*"--max-restarts --log-dir --tee --rdzv-conf --signals-to-handle".split()}
+    known |= {*re.findall("--[a-z-]+", get_args_parser().format_help())}  # torchrun's
     known |= {*"--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --time".split()}  # Slurm's
     known |= {*"--requeue --open-mode --signal".split()}
     known |= {*"--model --model_args --tasks --batch_size".split()}  # lm_eval's
