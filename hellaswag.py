@@ -34,7 +34,7 @@ from plumbing.run import source_code
 
 @dataclass
 class Options:
-    # a GPT-2 name, a checkpoint, a run's folder, or a folder in Hugging Face format
+    # a checkpoint, a run's folder, a folder in Hugging Face format, or a name on the Hub: gpt2, or OWNER/NAME
     model_type: Annotated[str, "-m", "--model"] = "gpt2"
     device: Annotated[str, "-d"] = "auto"  # cpu, cuda or mps; auto: best available
     data: str = "hellaswag/hellaswag_val.jsonl"  # examples, as JSON lines; the default is downloaded if missing

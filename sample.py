@@ -6,7 +6,7 @@
     python sample.py -m log/model_00500.pt --export hf      for other programs
 
 The model is a checkpoint, a run's folder (its newest checkpoint), a folder in
-Hugging Face format or the name of a GPT-2. A single sample is printed while it
+Hugging Face format or a name on the Hub. A single sample is printed while it
 is generated, several when all of them are done.
 """
 
@@ -30,7 +30,7 @@ from plumbing.run import source_code
 @dataclass
 class Options:
     prompt: Annotated[str, "positional", "may be empty"] = ""  # the text to continue
-    # a checkpoint, a run's folder, a folder in Hugging Face format, or a GPT-2 name
+    # a checkpoint, a run's folder, a folder in Hugging Face format, or a name on the Hub: gpt2, or OWNER/NAME
     model: Annotated[str, "-m"] = "log"
     num_samples: Annotated[int, "-n", flags.ABOVE_0] = 1  # continuations to generate, all in one batch
     # maximum number of tokens in a continuation; it also ends at <|endoftext|>
@@ -169,17 +169,17 @@ def render_prompt(messages, enc):
     return [enc.eot_token, *tokenizers.encode_text(enc, text + "Assistant:").tolist()]
 
 
-def fit_prompt(messages, enc, max_length, *, system=""):
-    """Render the newest messages that fit, and remove the older ones from the list. None if no message fits.
+def fit_prompt(messages, enc, max_length):
+    """Render the newest messages that fit, and remove the older ones from the list, but for a system message.
 
-    system: a message that comes first and stays.
+    None if no message fits.
     """
-    first = [{"role": "system", "content": system}] * bool(system)
-    while messages:
-        ids = render_prompt(first + messages, enc)
+    first = messages[0]["role"] == "system"
+    while len(messages) > first:
+        ids = render_prompt(messages, enc)
         if len(ids) <= max_length:
             return ids
-        del messages[:2]
+        del messages[first : first + 2]
     return None
 
 
@@ -187,7 +187,7 @@ def answer(model, enc, messages, *, options):
     """Print the assistant's answer while it is generated, and append it to `messages`. Ctrl-C ends it."""
     block_size = model.config.block_size
     max_length = block_size - min(options.max_new_tokens, block_size // 2)  # the rest is for the answer
-    ids = fit_prompt(messages, enc, max_length, system=options.system)
+    ids = fit_prompt(messages, enc, max_length)
     if ids is None:
         print(f"(That is too long: at most {max_length:,} tokens fit. The conversation starts over.)")
         return
@@ -214,12 +214,12 @@ def chat(model, enc, options):
             f"smoltalk.py --init-from {options.model}.",
             file=sys.stderr,
         )
-    messages = []
+    messages = [{"role": "system", "content": options.system}] * bool(options.system)
     for line in itertools.chain([options.prompt], read_lines()):
         if line == "/quit":
             return
         if line == "/reset":
-            messages.clear()
+            del messages[bool(options.system) :]
         elif line:
             messages.append({"role": "user", "content": line})
             answer(model, enc, messages, options=options)

@@ -294,11 +294,11 @@ def test_a_last_message_that_does_not_fit_is_not_cut():
 
 @pytest.mark.parametrize("enc", [CHAT, BYTES])
 def test_a_system_message_comes_first_and_stays(enc):
-    """12 bytes of it, and some of its own."""
-    messages = talk("first", "second", "third")
-    whole = sample.render_prompt([{"role": "system", "content": "Be kind, now"}, *messages[2:]], enc)
-    assert fit_prompt(messages, enc, len(whole), system="Be kind, now") == whole
-    assert [message["content"] for message in messages] == ["third"]
+    messages = [{"role": "system", "content": "Be kind, now"}, *talk("first", "second", "third")]
+    left = [messages[0], messages[3]]
+    whole = sample.render_prompt(left, enc)
+    assert fit_prompt(messages, enc, len(whole)) == whole
+    assert messages == left
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ NO_NETWORK = (
 )
 
 
-HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|[\w.-]+/(?!.*\.pt$)[\w.-]+")  # of a model
+HUB_NAME = re.compile(r"gpt2(-medium|-large|-xl)?|[\w.-]+/(?!.*\.(pt|tiktoken)$)[\w.-]+")  # of a model
 
 
 def retry(name: str, advice: str, function: Callable[[], Any]) -> Any:
@@ -64,10 +64,9 @@ def find_model(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns="*/*"))
     except Exception as error:  # the hub's client has renamed its network errors from version to version
-        reason = console.first_line(error).removeprefix("Got: ")
         raise UserError(
-            f"Could not download {name}: {reason}. Check the name and the network, or give a folder in Hugging Face "
-            "format."
+            f"Could not download {name}: {console.first_line(error)}. Check the name and the network, or give a folder "
+            "in Hugging Face format."
         ) from None
 
 

@@ -20,7 +20,7 @@ import tiktoken
 
 from plumbing.cli.console import UserError, first_line, plain
 from plumbing.data import downloads, shards
-from plumbing.files import atomic_write, open_regular, read_json
+from plumbing.files import atomic_write, open_regular
 
 EOT = "<|endoftext|>"  # the first token of every document
 ROLES = ("user", "assistant", "system")
@@ -60,32 +60,27 @@ def get_encoding(name_or_path):
         advice = "Set TIKTOKEN_CACHE_DIR to a folder that has it, or make new shards with --tokenizer bytes."
         # tiktoken pins the vocabulary by its hash
         return downloads.retry("GPT-2's tokenizer", advice, lambda: tiktoken.get_encoding("gpt2"))
-    if not name.endswith(".tiktoken"):
-        path = downloads.find_model(name)
-        if path.is_dir():
-            return read_folder(path)
-        if not path.exists():
-            raise UserError(
-                f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), a .tiktoken file, or a folder "
-                "in Hugging Face format."
-            )
-    return read_encoding(name)
+    path = downloads.find_model(name)
+    if path.is_dir():
+        return read_folder(path)
+    if path.suffix != ".tiktoken" and not path.exists():
+        raise UserError(
+            f"There is no tokenizer {name!r}. Use gpt2, bytes (also for characters), a .tiktoken file, or a folder in "
+            "Hugging Face format."
+        )
+    return read_encoding(path)
 
 
 def copy_encoding(enc, name, special_tokens):
     ranks = enc._mergeable_ranks
     copied = tiktoken.Encoding(name, pat_str=enc._pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
-    return with_files(copied, files_of(enc))
+    vars(copied)["files"] = files_of(enc)  # the class has no place for them
+    return copied
 
 
 def files_of(enc):
     """{name: text} of the files in Hugging Face format that a tokenizer was read from."""
     return vars(enc).get("files", {})
-
-
-def with_files(enc, files):
-    vars(enc)["files"] = files  # the class has no place for them
-    return enc
 
 
 def with_chat(enc):
@@ -195,7 +190,8 @@ def loads(text):
         if not name.isprintable() or enc.decode(enc.encode_ordinary(PROBE)) != PROBE:
             raise ValueError("its name cannot be printed, or its pattern skips a part of the text")
         files = fields.get("files", {})
-        return with_files(enc, {name: files[name] for name in FILES if name in files})
+        vars(enc)["files"] = {name: files[name] for name in FILES if name in files}
+        return enc
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"its fields cannot be used: {first_line(error)}") from None
 
@@ -250,15 +246,12 @@ def read_folder(folder):
     folder = Path(folder)
     if (folder / "tokenizer.tiktoken").exists():
         return read_encoding(folder / "tokenizer.tiktoken")
-    num_ids = sys.maxsize
-    if (folder / "config.json").exists():  # transformers may add special tokens that the model lacks
-        num_ids = read_json(folder / "config.json", "Copy it again.").get("vocab_size", num_ids)
     try:
+        files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).exists()}
         theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         fields = json.loads(theirs.backend_tokenizer.to_str())
-        enc = as_encoding(fields, theirs.eos_token, num_ids)
+        enc = as_encoding(fields, theirs.eos_token, "".join(files.values()))
         compare_ids(enc, theirs.backend_tokenizer)
-        files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).exists()}
     except Exception as error:  # of many kinds
         raise UserError(
             f"The tokenizer in {folder} cannot be used: {first_line(error)}. This program reads GPT-2's, its own, and "
@@ -267,20 +260,20 @@ def read_folder(folder):
     text = dumps(enc)
     if sha256(text.partition("\n")[2]) == GPT2_RANKS:
         return get_encoding("gpt2")
-    return with_files(copy_encoding(enc, f"bpe-{sha256(text)[:8]}", enc._special_tokens), files)
+    named = copy_encoding(enc, f"bpe-{sha256(text)[:8]}", enc._special_tokens)
+    vars(named)["files"] = files
+    return named
 
 
-def as_encoding(fields, eos_token, num_ids):
-    """The tokenizer in the content of a tokenizer.json, without the special ids from num_ids on.
+def as_encoding(fields, eos_token, files):
+    """The tokenizer in the content of a tokenizer.json, without the special tokens that its `files` do not have.
 
     ValueError, with the reason, if it is not a byte-level BPE whose ids are ranks, as tiktoken's are.
     """
-    model = fields["model"]
-    if model["type"] != "BPE":
-        raise ValueError(f"it is a {model['type']}")
+    model, normalizer = fields["model"], fields["normalizer"]
+    if model["type"] != "BPE" or normalizer:
+        raise ValueError(f"it is a {model['type']} with normalizer {plain(json.dumps(normalizer), 80)}")
     pattern = pattern_of(fields["pre_tokenizer"])
-    if fields["normalizer"]:
-        raise ValueError(f"it changes texts by {plain(json.dumps(fields['normalizer']), 100)}")
     merged = ["".join(pair) for pair in model["merges"]]
     ids = [model["vocab"][token] for token in merged]
     if ids != sorted(set(ids)):
@@ -291,7 +284,7 @@ def as_encoding(fields, eos_token, num_ids):
     for token in [*char_bytes, *merged]:  # no text becomes one of the others
         if token in special:
             ranks[bytes(map(char_bytes.__getitem__, token))] = special.pop(token)
-    special = {token: i for token, i in special.items() if i < num_ids}
+    special = {token: i for token, i in special.items() if token in files}  # transformers may have added others
     for name in (eos_token, "</s>"):
         if EOT not in special and name in special:
             special[EOT] = special.pop(name)
@@ -301,16 +294,14 @@ def as_encoding(fields, eos_token, num_ids):
 
 def pattern_of(pre_tokenizer: Any) -> str:
     """The pattern by which the pre-tokenizer of a tokenizer.json splits texts; ValueError if it does more."""
-    steps: Any = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
-    match steps:
-        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+    match (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer]):
+        case [{"type": "ByteLevel", "add_prefix_space": False}]:
             return FAST_GPT2
         case [
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            {"type": "Split", "pattern": {"Regex": pattern}},
+            {"type": "ByteLevel", "add_prefix_space": False},
         ]:
-            ours: Any = {theirs: ours for ours, theirs in FOR_HUGGINGFACE.items()}
-            return ours.get(pattern, pattern)
+            return pattern
     raise ValueError(f"it splits texts by {plain(json.dumps(pre_tokenizer), 100)}")
 
 
