@@ -47,8 +47,9 @@ FILES += ("added_tokens.json", "chat_template.jinja")
 
 
 def get_encoding(name_or_path):
-    """Return the tokenizer called "gpt2" or "bytes", or the one in a `.tiktoken` file or of a model in Hugging Face
-    format: a folder, or a name on the hub. Each is also there with "+chat".
+    """Return the tokenizer called "gpt2" or "bytes", or that in a `.tiktoken` file or a folder in Hugging Face format.
+
+    OWNER/NAME is a model on the Hub. Each tokenizer is also there with "+chat".
     """
     name = str(name_or_path)
     if name.endswith("+chat"):

@@ -200,8 +200,9 @@ def export_huggingface(model: Any, enc: Any, directory: Path, *, run_folder: Pat
 
 
 def weights_file(weights: dict[str, Any], enc: tiktoken.Encoding) -> bytes:
-    """The file of weights for a GPT-2 with this state dict and tokenizer, in the names of OpenAI's. Equal models have
-    equal files.
+    """The file of weights for a GPT-2 with this state dict and tokenizer, in the names of OpenAI's file.
+
+    Equal models have equal files.
     """
     from safetensors.torch import save
 
