@@ -37,7 +37,7 @@ from tqdm import tqdm
 from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
 from plumbing.data.readers import read_records
-from plumbing.data.shards import Shard, check_meta, open_shard, split_of
+from plumbing.data.shards import Shard, check_meta, open_shard, read_meta, split_of
 from plumbing.system.limits import num_cores
 
 NGRAM = 13  # tokens in the shortest overlap that counts; GPT-3's contamination study takes 13 words
@@ -133,8 +133,9 @@ def report(folder, path):
         raise UserError(
             f"There are no shards in {folder}. Make them with fineweb.py, or give their folder with --data."
         )
-    check_meta(folder, shards)
-    enc = tokenizers.folder_encoding(folder)
+    meta = read_meta(folder)
+    check_meta(folder, meta, shards)
+    enc = tokenizers.folder_encoding(folder, meta.tokenizer)
     examples = read_examples(path, enc)
     if all(len(tokens) < NGRAM for _, tokens in examples):
         raise UserError(

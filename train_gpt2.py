@@ -163,17 +163,18 @@ from torch.utils.checkpoint import checkpoint
 
 import hellaswag
 from plumbing.data import tokenizers
-from plumbing.data.windows import Order, data_tokenizer
+from plumbing.data.windows import Folder, Order, open_folders
 from plumbing.run import models
 from plumbing.run.divergence import diverged
-from plumbing.run.run import open_run
-from plumbing.run.start import begin, check_config, check_data, first_model, sharded_model, try_out
+from plumbing.run.run import open_report, open_run
+from plumbing.run.start import EVALUATION, TUNED, begin, check_config, check_data, make_model, split_of, try_out
+from plumbing.run.summary import print_account
 from plumbing.system import kernels
-from plumbing.system.collectives import map_over_ranks, whole_model
-from plumbing.system.devices import choose_dtype, seed_random_numbers
+from plumbing.system.collectives import map_over_ranks
+from plumbing.system.devices import seed_random_numbers
 from plumbing.system.distributed import World, join_ranks
-from plumbing.system.float8 import Float8Linear
-from plumbing.system.trial import Fit
+from plumbing.system.layout import Whole
+from plumbing.system.trial import Fit, Trial
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -438,7 +439,7 @@ class DataLoaderLite:
     """
 
     def __init__(
-        self, folders: str | Sequence[str], split: str, B: int, T: int, rank: int = 0, world_size: int = 1, *,
+        self, folders: str | Sequence[str | Folder], split: str, B: int, T: int, rank: int = 0, world_size: int = 1, *,
         weights: Sequence[float] = (), seed: int = 0, shuffle: bool = False, device: str | torch.device = "cpu",
     ):  # fmt: skip
         self.B = B
@@ -541,9 +542,9 @@ def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Rec
     console.note(f"{text}.")
 
 
-def steps_for_passes(config: TrainConfig) -> int:
+def steps_for_passes(config: TrainConfig, folders: Sequence[Folder]) -> int:
     """The number of steps, at least 1, that read the training data config.passes times."""
-    loader = DataLoaderLite(config.data, "train", 1, config.sequence_length)
+    loader = DataLoaderLite(folders, "train", 1, config.sequence_length)
     tokens = config.passes * loader.num_windows * loader.T
     seen = steps = 0
     while seen < min(tokens, config.batch_ramp):
@@ -680,18 +681,20 @@ class Parts(NamedTuple):
 
     config: TrainConfig
     world: World  # this process's rank, the number of ranks (size) and the device
+    layout: Whole  # how the ranks hold the model: each all of it, or each a share
     raw_model: GPT  # the model that is saved, sampled and scored
     model: Any  # the same model for training: compiled and in DDP where these are used
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler  # for float16
-    loader: DataLoaderLite | None  # None if nothing is trained, or in a dry run without data
+    loader: DataLoaderLite  # of the training data
     val_loaders: list[DataLoaderLite]  # one for each folder
-    enc: tiktoken.Encoding | None  # None in a dry run without data
-    token_bytes: torch.Tensor | None  # the number of bytes of text that each id stands for
+    enc: tiktoken.Encoding
+    token_bytes: torch.Tensor  # the number of bytes of text that each id stands for
     examples: list[hellaswag.Rendered]
     # your own objects, by name. Each has state_dict() and load_state_dict(): it is saved in every checkpoint (rank 0's
     # copy), and restored on resume and in branches
     own: Mapping[str, Any]
+    flops_per_token: int  # of training, see GPT.flops_per_token
     found: Fit  # B, and whether torch.compile works here
 
 
@@ -702,11 +705,6 @@ def autocast(config, world):
     """
     name = "bfloat16" if config.dtype == "fp8" else config.dtype
     return torch.autocast(world.device.type, getattr(torch, name), enabled=name != "float32")
-
-
-def uses_ddp(config, world):
-    """Whether there are several ranks, each with a whole model."""
-    return world.size > 1 and not config.shard
 
 
 def sum_over_ranks(tensor, world):
@@ -726,30 +724,39 @@ class ValLoss(NamedTuple):
     bits_per_byte: float  # of text: comparable between tokenizers
 
 
-def evaluate_val_loss(model, loader, parts: Parts) -> ValLoss:
-    """The loss of `model` on val_tokens tokens of a validation split, the same ones every time.
+def val_batches(
+    loader: DataLoaderLite, parts: Parts
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """This rank's batches of val_tokens tokens of a validation split, the same ones every time: x, y and is_target.
 
-    Grad mode stays enabled although there is no backward pass, so that the graph compiled for training is reused.
+    All are of shape (B, T). is_target says where y is a target: not where a mask leaves it out, and not past the end.
     """
     config, world = parts.config, parts.world
-    assert parts.token_bytes is not None
     num_windows = min(config.val_tokens // config.sequence_length, loader.num_windows)
     B = loader.B
     loader.position = 0
-    sums = torch.zeros(3, device=world.device)  # loss, targets, bytes
     for first in console.progress_bar(range(0, num_windows, B * world.size), "validation", delay=3):
         x, y = loader.next_batch()
         # the last batch keeps the shape that the graph was compiled for: rows past the end are masked out
         num_rows = max(0, num_windows - first - world.rank * B)
         y[num_rows:] = IGNORE_INDEX
-        with autocast(config, world):
+        yield x, y, y != IGNORE_INDEX
+
+
+def evaluate_val_loss(model, loader, parts: Parts) -> ValLoss:
+    """The loss of `model` on a validation split.
+
+    Grad mode stays enabled although there is no backward pass, so that the graph compiled for training is reused.
+    """
+    sums = torch.zeros(3, device=parts.world.device)  # loss, targets, bytes
+    for x, y, is_target in val_batches(loader, parts):
+        with autocast(parts.config, parts.world):
             loss = model(x, y, return_logits=False)[1]
-        is_target = y != IGNORE_INDEX
         num_targets = is_target.sum()
         num_bytes = parts.token_bytes[y.clamp(min=0)] * is_target
         sums += torch.stack([loss.detach() * num_targets, num_targets, num_bytes.sum()])
         del loss  # frees the activations before the next forward pass
-    loss, num_targets, num_bytes = sum_over_ranks(sums, world).tolist()
+    loss, num_targets, num_bytes = sum_over_ranks(sums, parts.world).tolist()
     if not num_targets:  # a mask may leave out every target
         return ValLoss(math.nan, math.nan)
     return ValLoss(loss / num_targets, loss / math.log(2) / max(1, num_bytes))
@@ -757,12 +764,7 @@ def evaluate_val_loss(model, loader, parts: Parts) -> ValLoss:
 
 def mean_over_folders(losses: list[ValLoss], parts: Parts) -> ValLoss:
     """The mean of the folders' validation losses, weighted by the folders' shares of the training data."""
-    if parts.config.data_weights:
-        weights = parts.config.data_weights
-    elif parts.loader:
-        weights = parts.loader.order.shares
-    else:
-        weights = [loader.num_windows for loader in parts.val_loaders]
+    weights = parts.config.data_weights or parts.loader.order.shares
     # a folder without a share may have no targets, and so no loss
     counted = [(weight / sum(weights), each) for weight, each in zip(weights, losses) if weight]
     loss = sum(share * each.loss for share, each in counted)
@@ -773,7 +775,6 @@ def mean_over_folders(losses: list[ValLoss], parts: Parts) -> ValLoss:
 def evaluate_hellaswag(parts: Parts):
     """Score the rendered HellaSwag examples: each rank scores a share. Returns hellaswag's Counts over all of them."""
     world = parts.world
-    assert parts.enc
     share = parts.examples[world.rank :: world.size]
     fits = parts.val_loaders[0].B * parts.config.sequence_length  # tokens in a batch of training
     with autocast(parts.config, world), kernels.without_cudnn_attention():
@@ -785,7 +786,6 @@ def evaluate_hellaswag(parts: Parts):
 def generate_samples(parts: Parts) -> list[str]:
     """Return four continuations of the prompt as text or, in chat fine-tuning, four answers to it."""
     config, enc, device = parts.config, parts.enc, parts.world.device
-    assert enc
     text, ids = tokenizers.render_prompt(config.sample_prompt, enc)
     prompt = torch.tensor([ids] * 4, device=device)
     generator = torch.Generator(device).manual_seed(config.seed)  # so that steps can be compared
@@ -807,7 +807,7 @@ def evaluate(step, parts: Parts, run):
 
     After a signal to stop, the rest is skipped. The next start repeats all of this step's.
     """
-    config, world = parts.config, parts.world
+    config, world, layout = parts.config, parts.world, parts.layout
     last = step == config.max_steps
 
     def is_due_now(every):
@@ -815,7 +815,7 @@ def evaluate(step, parts: Parts, run):
 
     parts.raw_model.eval()
     if is_due_now(config.val_every):
-        model = parts.model.module if uses_ddp(config, world) else parts.model
+        model = parts.model.module if layout.copies > 1 else parts.model
         with run.evaluation():
             losses = [evaluate_val_loss(model, loader, parts) for loader in parts.val_loaders]
         mean = mean_over_folders(losses, parts)
@@ -823,14 +823,13 @@ def evaluate(step, parts: Parts, run):
         run.log_val_loss(step, mean, by_folder=losses)
     if is_due_now(config.hellaswag_every):
         with run.evaluation():
-            counts = evaluate_hellaswag(parts._replace(raw_model=whole_model(parts.raw_model)))
+            counts = evaluate_hellaswag(parts._replace(raw_model=layout.whole_model(parts.raw_model)))
         accuracy = counts.acc_norm / counts.n
         run.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
     # add your own evaluation here, like HellaSwag's: the stream that it reports is logged, plotted and compared
     if is_due_now(config.sample_every):
-        has_learned = step > 0 or config.max_steps == 0
-        if has_learned:  # a new model's samples would be noise
-            whole = parts._replace(raw_model=whole_model(parts.raw_model))
+        if step > 0 or last:  # before the first step, samples would be noise
+            whole = parts._replace(raw_model=layout.whole_model(parts.raw_model))
             if world.rank == 0:
                 run.log_samples(step, generate_samples(whole))
     parts.raw_model.train()
@@ -858,7 +857,6 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
     """
     config, world = parts.config, parts.world
     model, loader = parts.model, parts.loader
-    assert loader
     # in a batch ramp B changes, but takes few values: torch.compile compiles for each, and gives up after 8
     B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
@@ -868,7 +866,7 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
         x, y = loader.next_batch(B)
         # as no_sync() does: only the last micro-step all-reduces the gradients. With FSDP every one does, because whole
         # gradients may not fit
-        if uses_ddp(config, world):
+        if parts.layout.copies > 1:
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
         # only forward pass and loss are under autocast; the backward pass follows their dtypes
         with autocast(config, world):
@@ -888,7 +886,6 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     updated.
     """
     config, world, optimizers, scaler = parts.config, parts.world, parts.optimizers, parts.scaler
-    assert parts.loader
     lr = apply_schedules(optimizers, step, config)
     # dropout, for example, draws the same numbers in a step, whether or not the run was resumed before it
     seed_random_numbers(config.seed, step, world.rank)
@@ -903,8 +900,7 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(parts.model.parameters(), config.grad_clip or math.inf)
-    if config.shard:
-        norm = norm.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    norm = parts.layout.whole_tensor(norm)
     # one all-reduce per step in addition to DDP's, and one copy to the host (more with float16; Muon also all-gathers)
     sums = torch.stack([losses.sum(), torch.full_like(losses[0], len(signals))])
     sums = sum_over_ranks(sums, world)
@@ -921,7 +917,7 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
         if not overflow:
             scaler.step(optimizer)
         # DDP's gradients are views of its buckets: keep them, because new ones would take more memory
-        optimizer.zero_grad(set_to_none=not uses_ddp(config, world))
+        optimizer.zero_grad(set_to_none=parts.layout.copies == 1)
     scaler.update()
     if world.size > 1:
         for buffer in parts.raw_model.buffers():
@@ -982,59 +978,58 @@ def complaints(
         yield "--preset chat fine-tunes a model. Name one with --init-from, for example --init-from log or gpt2."
 
 
-def make_config(inherited: dict[str, Any], typed: dict[str, Any], world: World) -> TrainConfig:
-    """Make the run's config: check it, and fill in what data and machine decide. UserError if a setting is wrong.
+def make_config(
+    inherited: dict[str, Any], typed: dict[str, Any], world: World, *, kind: str = "", tokenizer: str = ""
+) -> tuple[TrainConfig, Sequence[Folder]]:
+    """Make the run's config and open its folders of data. UserError if a setting is wrong, or if there are no data.
 
     Typed settings win over inherited ones (from the run, its parent or its model), and those over the preset's. Rank 0
     makes the config at each start; it keeps the values that an earlier start has completed.
+
+    kind: of start, see plumbing/run/start.py; tokenizer: the name of the one that the weights were trained with.
     """
     preset = PRESETS[typed.get("preset", "gpt2")]
     c = TrainConfig(**vars(preset) | inherited | typed)
     if "sequence_length" not in typed:  # the preset's may be too long for a model
         c = dataclasses.replace(c, sequence_length=min(c.sequence_length, c.block_size))
-    check_config(c, complaints(c, inherited, typed, world=world), world)
+    c = check_config(c, complaints(c, inherited, typed, world=world), world, is_wide=c.n_embd >= 128)
     docs = PRESETS["quickstart"].data[0]
     if docs in c.data and not c.dry_run:
         import fineweb  # the trainer makes no other data
 
         fineweb.make_python_docs(docs)
-    enc = data_tokenizer(c)
+    folders = open_folders(c, split_of(kind), num_ids=c.vocab_size or preset.vocab_size, tokenizer=tokenizer)
+    enc = folders[0].enc
     vocab_size = typed.get("vocab_size", 0)
     if not vocab_size:
-        vocab_size = inherited.get("vocab_size", 0)
-        if enc is None:  # a dry run before there are data
-            vocab_size = vocab_size or preset.vocab_size
         # a run that continues, a branch and an evaluation keep the rows that their weights have
-        elif not vocab_size or (c.max_steps and "seed" not in inherited):
+        vocab_size = inherited.get("vocab_size", 0)
+        if kind == TUNED and not models.is_tokenizer(tokenizer, enc):
+            vocab_size = 0
+        if kind == TUNED or not vocab_size:
             vocab_size = max(vocab_size, math.ceil(enc.n_vocab / 64) * 64)  # 50,304 for 50,257
-    dtype = choose_dtype(c.dtype, world.device, is_wide=c.n_embd >= 128)
-    c = dataclasses.replace(c, vocab_size=vocab_size, dtype=dtype, shard=c.shard and world.size > 1)
-    if c.passes and c.max_steps:
-        steps = steps_for_passes(c)
+    c = dataclasses.replace(c, vocab_size=vocab_size)
+    if c.passes and kind != EVALUATION:
+        steps = steps_for_passes(c, folders)
         # the warmup is at most a tenth of the run
         c = dataclasses.replace(c, max_steps=steps, warmup_steps=min(c.warmup_steps, steps // 10))
-    return dataclasses.replace(c, passes=0.0)
+    return dataclasses.replace(c, passes=0.0), folders
 
 
-def load_data(config, world):
-    """Load a run's (loader, validation loaders, tokenizer). A dry run without data has none of them."""
-    enc = data_tokenizer(config)
-    if not enc:
-        return None, [], None
+def load_data(start):
+    """A run's loader, in the order of the training, and a validation loader for each folder."""
+    config, world = start.config, start.layout.world
 
     def load(folders, split, **order):
         B, T = config.batch_size, config.sequence_length
         order |= dict(shuffle=config.shuffle, device=world.device)
         return DataLoaderLite(folders, split, B, T, rank=world.rank, world_size=world.size, **order)
 
-    loader = None
-    if config.max_steps:
-        loader = load(config.data, "train", weights=config.data_weights, seed=config.seed)
-    val_loaders = [load(folder, "val") for folder in config.data]  # no seed: always the same windows
-    return loader, val_loaders, enc
+    loader = load(start.folders, split_of(start.kind), weights=config.data_weights, seed=config.seed)
+    return loader, [load([folder], "val") for folder in start.folders]  # no seed: always the same windows
 
 
-def shard(model, config, world):
+def shard(model, world):
     """Share out a model's weights, and so gradients and optimizer state, over the ranks: FSDP2 (Zhao et al. 2023).
 
     A block's weights are gathered before its forward pass and before its backward pass, and freed after each. All
@@ -1043,7 +1038,6 @@ def shard(model, config, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-    set_computation(model, config)
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in dict.fromkeys(model.transformer.h):  # a model may use one block several times
         fully_shard(block, mesh=mesh)
@@ -1054,64 +1048,67 @@ def set_computation(model, config):
     """Set how this run computes a model."""
     model.activation_checkpointing = config.activation_checkpointing
     if config.dtype == "fp8":
+        from plumbing.system.float8 import Float8Linear
+
         model.lm_head = Float8Linear(model.lm_head)  # shares its weight
 
 
-def wrap(raw_model, config, world):
-    """The model to train: compiled with config.compile, and in DDP if there are several ranks with a whole model each.
+def wrap(raw_model, config, layout):
+    """The model to train: compiled with config.compile, and in DDP if several ranks have a whole model each.
 
     With DDP, every rank must use every parameter in every step.
     """
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
-    if uses_ddp(config, world):
+    if layout.copies > 1:
         # subtle: the first call compiles inside DDP, which splits the graph at its gradient buckets, so that their
         # all-reduces overlap with the backward pass. Larger buckets than DDP's 25 MB leave fewer graphs to compile
         model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     return model
 
 
-def setup(start, world) -> Parts:
+def setup(start) -> Parts:
     """Load, make and check everything that the run needs. This writes nothing to its folder yet."""
-    config = start.config
+    config, layout = start.config, start.layout
+    world = layout.world
     # high: TF32, which GPUs have since Ampere
     torch.set_float32_matmul_precision("high" if world.device.type == "cuda" else "highest")
-    loader, val_loaders, enc = load_data(config, world)
-    check_data(config, loader, val_loaders, enc=enc, num_ids=config.vocab_size, world=world)
-    token_bytes, text, num_ids = None, None, config.vocab_size
-    if enc:
-        token_bytes = torch.tensor(tokenizers.token_bytes(enc), device=world.device)
-        text, _ = val_loaders[0].next_batch(8)
-        num_ids = enc.n_vocab
+    loader, val_loaders = load_data(start)
+    check_data(start, loader, val_loaders)
+    enc = start.folders[0].enc
+    text, _ = val_loaders[0].next_batch(8)
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
     # a new model, or one with the weights that the run starts from
-    if config.shard:
-        raw_model = sharded_model(
-            GPT, start, shard, text=text, num_ids=num_ids, longest=config.block_size, world=world
-        )
-    else:
-        raw_model = first_model(GPT, start, world.device, ranks=world.size)
-        set_computation(raw_model, config)
+    raw_model = make_model(GPT, start, set_computation, shard=shard, text=text)
     # from here on the model has the weights that this start begins with: initialize them in GPT.__init__
     optimizers = configure_optimizers(raw_model, config)
+    if start.kind == EVALUATION:
+        optimizers = []  # they would take memory in the trial
     keep_peak_rates(optimizers)
     own: dict[str, Any] = {}  # see Parts: own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
     examples = []
-    if config.hellaswag_every and not config.dry_run:
+    if config.hellaswag_every:
         # a missing file is downloaded now, rather than in the middle of a run
         path, limit = config.hellaswag_data, config.hellaswag_limit
         examples = world.broadcast_from_master(hellaswag.load_examples, path, enc, limit)
         hellaswag.note_cut(examples, config.block_size)
     # try a step: find the largest B that fits, and whether this machine can do torch.compile, which `wrap` adds
-    trial = dict(wrap=wrap, autocast=autocast, num_ids=num_ids, config=config, world=world)
-    found, raw_model.has_cache = try_out(raw_model, optimizers, trial, text=text, longest=config.block_size)
-    for each in val_loaders:
+    trial = Trial(
+        raw_model,
+        optimizers,
+        wrap=wrap,
+        autocast=autocast,
+        num_ids=enc.n_vocab,
+        config=config,
+        layout=layout,
+    )
+    found = try_out(trial, start, text)
+    for each in (loader, *val_loaders):
         each.B = found.B
-    if loader:
-        loader.B = found.B
     return Parts(
         config=config,
         world=world,
+        layout=layout,
         raw_model=raw_model,
         model=found.model,
         optimizers=optimizers,
@@ -1119,9 +1116,10 @@ def setup(start, world) -> Parts:
         loader=loader,
         val_loaders=val_loaders,
         enc=enc,
-        token_bytes=token_bytes,
+        token_bytes=torch.tensor(tokenizers.token_bytes(enc), device=world.device),
         examples=examples,
         own=types.MappingProxyType(own),  # read-only: a resume could not restore later additions
+        flops_per_token=raw_model.flops_per_token(config.sequence_length),
         found=found,
     )
 
@@ -1160,6 +1158,20 @@ def take_step(step: int, parts: Parts, run):
     run.log_step(step, done, seconds=time.perf_counter() - began)
 
 
+def evaluate_only(start):
+    """Evaluate a model and train nothing (--max-steps 0). Returns the losses as an Ended of step 0."""
+    parts = setup(start)
+    with open_report(start, parts) as report:
+        evaluate(0, parts, report)
+    return report.finish(0)
+
+
+def plan(start):
+    """Print what the run will do and cost (--dry-run), and write nothing."""
+    config = dataclasses.replace(start.config, hellaswag_every=0)  # the examples may have to be downloaded
+    print_account(start, setup(start._replace(config=config)))
+
+
 def train(typed: dict[str, Any]):
     """Train with the typed settings, {name: value}, and return the run's Ended."""
     # torchrun starts a process for each GPU and sets RANK, LOCAL_RANK and WORLD_SIZE. The ranks meet here
@@ -1168,10 +1180,14 @@ def train(typed: dict[str, Any]):
         with begin(PRESETS, typed, make_config, model_class=GPT, world=world) as start:
             if start.ended:  # the run is finished already
                 return start.ended
-            parts = setup(start, world)
-            # restores the checkpoint and says what the run will do and cost; a dry run ends here
+            if start.config.dry_run:
+                return plan(start)
+            if start.kind == EVALUATION:
+                return evaluate_only(start)
+            parts = setup(start)
+            # restores the checkpoint and says what the run will do and cost
             with open_run(start, parts) as run:
-                return fit(parts, run) if run else None
+                return fit(parts, run)
 
 
 def main(args=None):

@@ -19,11 +19,12 @@ import train_gpt2
 from bench.measure import matmul_rate, measure
 from plumbing.cli import flags
 from plumbing.cli.console import UserError
+from plumbing.data.tokenizers import get_encoding
 from plumbing.run.start import check_config
-from plumbing.system.devices import choose_dtype
 from plumbing.system.distributed import World
 from plumbing.system.float8 import Float8Linear
-from plumbing.system.trial import Trial, find_what_fits, undone
+from plumbing.system.layout import Whole
+from plumbing.system.trial import Trial
 from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig
 
 
@@ -57,9 +58,8 @@ def configure(options, changes="", defaults=""):
         compile=is_gpu if config.compile is None else config.compile,
     )
     world = world_of(config)
-    check_config(config, train_gpt2.complaints(config, {}, {}, world=world), world)
-    dtype = choose_dtype(config.dtype, world.device, is_wide=config.n_embd >= 128)
-    return dataclasses.replace(config, dtype=dtype)
+    complaints = train_gpt2.complaints(config, {}, {}, world=world)
+    return check_config(config, complaints, world, is_wide=config.n_embd >= 128)
 
 
 def world_of(config):
@@ -131,11 +131,18 @@ def make_ours(config, folder):
     if config.plain_attention:
         for block in raw_model.transformer.h:
             block.attn.__class__ = PlainAttention  # keeps its weights
+    optimizers = configure_optimizers(raw_model, config)
+    layout = Whole(world)
     trial = Trial(
-        raw_model, wrap=train_gpt2.wrap, autocast=train_gpt2.autocast, num_ids=257, config=config, world=world
+        raw_model,
+        optimizers,
+        wrap=train_gpt2.wrap,
+        autocast=train_gpt2.autocast,
+        num_ids=257,
+        config=config,
+        layout=layout,
     )
-    with undone(raw_model):
-        found = find_what_fits(trial)
+    found = layout.try_out(trial, lambda model: True)
     if config.compile and not found.compiled:
         raise UserError("torch.compile failed, as the warning above says, so its speed cannot be measured.")
     if found.B < config.batch_size:
@@ -143,21 +150,22 @@ def make_ours(config, folder):
             f"Only {found.B} of {config.batch_size} sequences fit in memory and divide a step. Change batch_size, "
             "sequence_length or total_batch_size in --settings or --variants."
         )
-    optimizers = configure_optimizers(raw_model, config)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.dtype == "float16")
     parts = train_gpt2.Parts(
         config=config,
         world=world,
+        layout=layout,
         raw_model=raw_model,
         model=found.model,
         optimizers=optimizers,
         scaler=scaler,
         loader=batches(config, folder),
         val_loaders=[],
-        enc=None,
-        token_bytes=None,
+        enc=get_encoding("bytes"),
+        token_bytes=torch.zeros(0),
         examples=[],
         own={},
+        flops_per_token=raw_model.flops_per_token(config.sequence_length),
         found=found,
     )
     steps = itertools.count()

@@ -119,7 +119,7 @@ def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub, tmp_path):
     make(tmp_path, "local", name="copy/out", shard_size=5000)
     assert without_meta("out") == without_meta("copy/out")
     assert len(list(Path("out").glob("*.npy"))) > 3
-    assert shards.origin("out") == f"OWNER/stories, default, train, {commit}"
+    assert shards.origin(shards.read_meta("out")) == f"OWNER/stories, default, train, {commit}"
 
 
 def test_what_was_begun_stays_at_its_commit(hub):

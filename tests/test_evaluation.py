@@ -10,8 +10,11 @@ import pytest
 import torch
 import train_gpt2
 from plumbing.data import tokenizers
+from plumbing.data.windows import Folder
 from plumbing.run.huggingface import export_huggingface
+from plumbing.run.start import Start
 from plumbing.system.distributed import World
+from plumbing.system.layout import Whole
 from torch.nn import functional as F
 from train_gpt2 import IGNORE_INDEX
 from transformers import GPT2LMHeadModel
@@ -122,7 +125,8 @@ def places(data):
     def find_places(**changes):
         settings = dict(data=(str(data),), sequence_length=16, total_batch_size=128) | changes
         config = train_gpt2.TrainConfig(**settings)
-        _, loaders, _ = train_gpt2.load_data(config, World())
+        start = Start("new run", config, {}, layout=Whole(World()), folders=[Folder(data)])
+        _, loaders = train_gpt2.load_data(start)
         x, _ = loaders[0].next_batch(40)
         return x[:, 0].tolist()
 

@@ -506,7 +506,7 @@ def test_passes_read_as_many_tokens_as_they_say_also_where_they_end_in_a_batch_r
         passes=passes,
     )
     read = size = 0
-    for _ in range(train_gpt2.steps_for_passes(config)):
+    for _ in range(train_gpt2.steps_for_passes(config, [large])):
         size = get_batch_size(read, config)
         read += size
     assert abs(read - passes * 3 * 2**16) <= size

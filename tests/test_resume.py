@@ -26,6 +26,7 @@ from plumbing.run import checkpoint as checkpoints
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.signals import Signals
+from plumbing.system import devices
 
 from harness import (
     KILLED,
@@ -200,7 +201,7 @@ def test_a_changed_flag_is_refused_with_advice_to_continue_only_an_unfinished_ru
 @pytest.mark.gpt2
 def test_a_finished_run_is_exported_again_where_hf_holds_another_model(folder, straight, tmp_path):
     out = shutil.copytree(straight, tmp_path / "out")
-    export_huggingface(tiny_model(vocab_size=320), tokenizers.get_encoding("bytes"), out / "hf", step=12)
+    export_huggingface(tiny_model(vocab_size=320), tokenizers.get_encoding("bytes"), out / "hf")
     before = listing(out)
     train(folder, out, dry_run=True, **OPTIONS)
     assert listing(out) == before
@@ -312,7 +313,7 @@ def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, out):
     def choose(name, device, is_wide=False):
         return choose_dtype("float16" if name == "auto" else name, device, is_wide)
 
-    with patched(train_gpt2, "choose_dtype", choose) as choose_dtype:
+    with patched(devices, "choose_dtype", choose) as choose_dtype:
         train(folder, out, **options)
     assert_same_run(out, straight)
 

@@ -22,11 +22,11 @@ def test_a_default_that_is_typed_is_the_default(name, preset, data):
         "preset": preset,
         "data": (str(data),),
     }
-    default = make_config({}, typed, World())
+    default = make_config({}, typed, World())[0]
     typed.setdefault(name, getattr(PRESETS[preset], name))
     if name == "vocab_size":
         typed[name] = 0
-    assert make_config({}, typed, World()) == default
+    assert make_config({}, typed, World())[0] == default
 
 
 @pytest.mark.parametrize("typed", [{}, {"vocab_size": 0}])
@@ -37,7 +37,7 @@ def test_a_vocabulary_of_0_is_that_of_the_weights_in_an_evaluation(typed, data):
         "max_steps": 0,
         "total_batch_size": 1024,
     }
-    assert make_config(inherited, typed, World()).vocab_size == 384
+    assert make_config(inherited, typed, World())[0].vocab_size == 384
 
 
 @pytest.mark.parametrize("name, choices", [("schedule", "cosine, wsd"), ("optimizer", "adamw, muon")])

@@ -201,7 +201,7 @@ def test_a_meta_json_need_not_list_the_shards(tmp_path, content):
     (folder / "meta.json").unlink()
     if content:
         (folder / "meta.json").write_text(content, encoding="utf-8")
-    shards.check_meta(folder, shards.open_shards(folder, "train"))
+    shards.check_meta(folder, shards.read_meta(folder), shards.open_shards(folder, "train"))
 
 
 @pytest.mark.parametrize(

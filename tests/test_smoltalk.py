@@ -12,6 +12,7 @@ import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.data import preparation, tokenizers
 from plumbing.data.tokenizers import render_conversation
+from plumbing.data.windows import Folder
 from plumbing.run import models
 from smoltalk import Options, pack, prepare
 
@@ -167,7 +168,7 @@ def test_the_answers_are_learned(count, capsys):
 def test_meta_json_describes_the_shards():
     folder = prepare_rows(chats_of(100))
     meta = read_meta(folder)
-    assert meta["tokenizer"] == tokenizers.folder_encoding(folder).name == "bytes+chat"
+    assert meta["tokenizer"] == Folder(folder).enc.name == "bytes+chat"
     assert meta["vocab_size"] == 261
     assert meta["complete"]
     assert meta["shards"] == {

@@ -8,6 +8,7 @@ import tiktoken
 import tokenizer
 from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
+from plumbing.data.windows import Folder
 from plumbing.run.huggingface import tokenizer_files
 from tiktoken.load import load_tiktoken_bpe
 
@@ -124,20 +125,20 @@ def test_a_folder_of_shards_opens_with_its_own_tokenizer(tmp_path, name, gpt2, m
     (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": enc.name}), encoding="utf-8")
     tokenizers.save_for_folder(enc, tmp_path)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("it asked for the network"))
-    again = tokenizers.folder_encoding(tmp_path)
+    again = Folder(tmp_path).enc
     assert tokenizers.dumps(again) == tokenizers.dumps(enc)
     assert sorted(listing(tmp_path)) == ["meta.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json"]
 
 
 def test_shards_that_do_not_name_a_tokenizer_have_gpt2s(tmp_path, gpt2):
-    assert tokenizers.folder_encoding(tmp_path) is gpt2
+    assert Folder(tmp_path).enc is gpt2
 
 
 def test_a_folder_with_the_files_of_another_tokenizer_is_refused(tmp_path):
     tokenizers.save_for_folder(train_small("gpt4"), tmp_path)
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
     with pytest.raises(UserError, match="holds tokenizer small-gpt4, but the meta.json beside it names bytes"):
-        tokenizers.folder_encoding(tmp_path)
+        tokenizers.folder_encoding(tmp_path, "bytes")
 
 
 # what its .json cannot be, or cannot have

@@ -9,7 +9,6 @@ name (tiny_shakespeare_train.bin). They have a header of 256 int32 (20240520, ve
 import contextlib
 import functools
 import hashlib
-import itertools
 import os
 import re
 import sys
@@ -58,19 +57,25 @@ class Shard:
         return entries
 
 
+class Zeros(Shard):
+    """A shard of zeros that is not on disk."""
+
+    def read(self, start=0, count=sys.maxsize):
+        return np.zeros(min(count, self.length - start), self.dtype)
+
+
 def open_shards(folder, split):
     """A split's shards. The MAX_OPEN most recently read files stay open: opening one may take as long as a step."""
     keep_open = functools.lru_cache(MAX_OPEN)(open_regular)
     return [open_shard(path, keep_open) for path in find_shards(folder, split)]
 
 
-def open_masks(shards):
-    """The masks next to a split's shards. The list is empty if neither meta.json nor the folder has any.
+def open_masks(shards, *, recorded=False):
+    """The masks next to a split's shards. The list is empty if neither meta.json (`recorded`) nor the folder has any.
 
     UserError if one is missing, damaged or of another length than its shard.
     """
-    folders = {shard.path.parent for shard in shards}
-    if not any(read_meta(folder).masks or any(folder.glob("*.mask")) for folder in folders):
+    if not recorded and not any(shards[0].path.parent.glob("*.mask")):
         return []
     masks = []
     for shard in shards:
@@ -196,16 +201,18 @@ def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: 
         )
 
 
-def check_folder(folder: Name, splits: list[Any], enc: Any) -> None:
+def check_folder(folder: Name, splits: list[Any], *, meta: "Meta", enc: Any) -> None:
     """UserError unless the shards of these splits are those in meta.json, with ids of `enc` and valid masks."""
-    shards = list(itertools.chain.from_iterable(split.shards for split in splits))
+    shards = []
+    for split in splits:
+        shards += split.shards
     largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
     if largest >= enc.n_vocab:
         raise UserError(
             f"Shard {path} contains token id {largest}, but tokenizer {enc.name} has only {enc.n_vocab} ids. The "
             "meta.json is missing or wrong: make the shards again in a new folder."
         )
-    check_meta(folder, shards)
+    check_meta(folder, meta, shards)
     for split in splits:
         check_masks(split.masks)
 
@@ -226,9 +233,8 @@ def check_masks(masks):
         )
 
 
-def check_meta(folder, shards):
+def check_meta(folder, meta, shards):
     """Raise UserError unless the meta.json in `folder`, if it has one, is complete and lists the shards."""
-    meta = read_meta(folder)
     if not meta.complete:
         raise UserError(
             f"The shards in {folder} are not complete. Rerun the command that makes them: it continues."
@@ -307,8 +313,7 @@ def damage_named(folder: Name) -> Iterator[None]:
         raise UserError(f"{path} is damaged, or of another version: {reason}. {MAKE_AGAIN}") from None
 
 
-def origin(folder: Name) -> str:
-    """The data set, config, split and commit that the shards in a folder were made from; "" if unknown."""
-    meta = read_meta(folder)
+def origin(meta: Meta) -> str:
+    """The data set, config, split and commit that a folder's shards were made from; "" if unknown."""
     words = [meta.made_from.get(key) for key in ("config", "split", "revision")]
     return ", ".join(filter(None, [meta.dataset, *words]))

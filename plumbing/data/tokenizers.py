@@ -19,7 +19,7 @@ import numpy as np
 import tiktoken
 
 from plumbing.cli.console import UserError, first_line, plain
-from plumbing.data import downloads, shards
+from plumbing.data import downloads
 from plumbing.files import atomic_write, open_regular
 
 EOT = "<|endoftext|>"  # the first token of every document
@@ -72,6 +72,12 @@ def get_encoding(name_or_path):
     return read_encoding(path)
 
 
+def stand_in(name, num_ids):
+    """Return a tokenizer of bytes that is called `name` and has num_ids ids, for an account before there are data."""
+    ranks = {bytes([i]): i for i in range(min(256, num_ids - 1))}
+    return tiktoken.Encoding(name, pat_str=BYTES, mergeable_ranks=ranks, special_tokens={EOT: num_ids - 1})
+
+
 def copy_encoding(enc, name, special_tokens):
     ranks = enc._mergeable_ranks
     copied = tiktoken.Encoding(name, pat_str=enc._pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
@@ -95,10 +101,9 @@ def has_chat_tokens(enc):
     return set(CHAT_TOKENS) <= enc._special_tokens.keys()
 
 
-def folder_encoding(folder):
-    """Return the tokenizer of a folder of shards (GPT-2's if the folder does not name one)."""
+def folder_encoding(folder, recorded):
+    """Return the tokenizer of a folder of shards. recorded: its name in meta.json; None: GPT-2's."""
     path = Path(folder, "tokenizer.tiktoken")
-    recorded = shards.read_meta(folder).tokenizer
     name = recorded or "gpt2"
     base = name.removesuffix("+chat")
     is_built_in = base in ("gpt2", "bytes") and not path.exists()

@@ -1,5 +1,6 @@
 """Windows: the sequences that a run reads from shards, and the order in which it reads them."""
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -12,28 +13,75 @@ import tiktoken
 
 from plumbing.cli.console import UserError
 from plumbing.data import shards, tokenizers
-from plumbing.files import Name
+from plumbing.files import Name, open_regular
 
 READERS = 8  # threads, because a network disk may take long to answer
+
+
+class Folder:
+    """A folder of shards. Its meta.json, tokenizer and shards are read when they are first asked for, and only once."""
+
+    is_assumed = False
+
+    def __init__(self, path: Name):
+        self.path = path
+        self.opened: dict[str, list[shards.Shard]] = {}
+
+    @functools.cached_property
+    def meta(self) -> shards.Meta:
+        return shards.read_meta(self.path)
+
+    @functools.cached_property
+    def enc(self) -> tiktoken.Encoding:
+        return tokenizers.folder_encoding(self.path, self.meta.tokenizer)
+
+    def shards(self, split: str) -> list[shards.Shard]:
+        """A split's shards. UserError, with the remedy, if there are none."""
+        if split not in self.opened:
+            self.opened[split] = shards.open_shards(self.path, split)
+        return self.opened[split]
+
+    def fingerprint(self, split: str) -> str:
+        """A hash of samples of a split's files as they are on disk now."""
+        return shards.fingerprint([shard.path for shard in self.shards(split)])
+
+
+class StandIn(Folder):
+    """Stands in for a folder that a dry run does not find: zeros for a step, and a tokenizer of num_ids ids."""
+
+    is_assumed = True
+
+    def __init__(self, path: Name, *, num_ids: int, num_tokens: int, name: str):
+        super().__init__(path)
+        self.meta = shards.Meta(tokenizer=name)
+        self.enc = tokenizers.stand_in(name, num_ids)
+        for split in ("train", "val"):
+            self.opened[split] = [shards.Zeros(Path(path, split), np.uint16, num_tokens, 0, open_regular)]
+
+    def fingerprint(self, split: str) -> str:
+        return ""
 
 
 class Windows:
     """A split's windows of T tokens, at multiples of T within a shard; up to T tokens at a shard's end are dropped."""
 
-    def __init__(self, folder: Name, split: str, T: int):
+    def __init__(self, folder: Folder, split: str, T: int):
         self.folder = folder
+        self.name = split
         self.T = T
-        self.shards = shards.open_shards(folder, split)
-        self.masks = shards.open_masks(self.shards)  # empty if every token is a target
+        self.shards = folder.shards(split)
+        self.masks = shards.open_masks(
+            self.shards, recorded=folder.meta.masks
+        )  # empty if every token is a target
         self.fingerprint = self.fingerprint_now()
-        counts = [max(0, len(shard) - 1) // T for shard in self.shards]  # T targets take T + 1 tokens
-        self.first = np.cumsum([0, *counts])  # the number of each shard's first window
+        self.first = np.zeros(len(self.shards) + 1, np.int64)  # the number of each shard's first window
+        for i, shard in enumerate(self.shards):
+            self.first[i + 1] = self.first[i] + max(0, len(shard) - 1) // T  # T targets take T + 1 tokens
         self.num_windows = int(self.first[-1])
-        shards.check_size(folder, split, T, num_windows=self.num_windows, at_least=T)
+        shards.check_size(folder.path, split, T, num_windows=self.num_windows, at_least=T)
 
     def fingerprint_now(self) -> str:
-        """A hash of samples of the files as they are on disk now."""
-        return shards.fingerprint([shard.path for shard in self.shards])
+        return self.folder.fingerprint(self.name)
 
     def locate(self, number: int) -> tuple[int, int]:
         """(index of the shard, offset of the first token) of a window."""
@@ -63,20 +111,33 @@ class Windows:
 
 
 class Order:
-    """The windows of one or several folders in the order that DataLoaderLite describes. It is computed, not stored."""
+    """The windows of one or several folders in the order that DataLoaderLite describes. It is computed, not stored.
+
+    folders: one or several paths or Folders.
+    """
 
     def __init__(
-        self, folders: Name | Sequence[Name], split: str, T: int, *, weights: Sequence[float], seed: int, shuffle: bool
-    ):  # fmt: skip
+        self,
+        folders: Name | Sequence[Name | Folder],
+        split: str,
+        T: int,
+        *,
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool,
+    ):
         if isinstance(folders, (str, os.PathLike)):
             folders = [folders]
-        if weights:  # a folder of weight 0 is not read
-            folders = [folder for folder, weight in zip(folders, weights) if weight]
+        self.name = split
         self.T = T
         self.seed = seed
         self.shuffle = shuffle
         self.weights = [weight for weight in weights if weight]
-        self.splits = [Windows(folder, split, T) for folder in folders]
+        self.splits: list[Windows] = []
+        for folder, weight in zip(folders, weights or [1] * len(folders)):
+            if weight:  # a folder of weight 0 is not read
+                opened = folder if isinstance(folder, Folder) else Folder(folder)
+                self.splits.append(Windows(opened, split, T))
         self.has_masks = any(windows.masks for windows in self.splits)
         self.fingerprint = " ".join(windows.fingerprint for windows in self.splits)
         sizes = [windows.num_windows for windows in self.splits]
@@ -166,26 +227,28 @@ def distinct_end(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str
     return "-".join(path)
 
 
-def data_tokenizer(config: Any) -> tiktoken.Encoding | None:
-    """The tokenizer of a run's data (`config` is its TrainConfig). None in a dry run that has no data yet.
+def open_folders(config: Any, split: str, *, num_ids: int, tokenizer: str) -> Sequence[Folder]:
+    """The folders of shards that a run reads: `split` of those that have a share, and "val" of all.
 
-    UserError, with the remedy, if a folder lacks a split that is read, or has another tokenizer.
+    UserError, with the remedy, if a split is missing, or if the folders have different tokenizers. A dry run that finds
+    none gets stand-ins with num_ids ids; tokenizer: the name of theirs.
     """
-    if config.dry_run and not any(map(shards.has_shards, config.data)):
-        return None
-    weights = config.data_weights or [1] * len(config.data)
-    encs = []
-    for folder, weight in zip(config.data, weights):
-        if config.max_steps and weight:  # without a share, it is only for validation
-            shards.find_shards(folder, "train")
-        shards.find_shards(folder, "val")
-        encs.append(tokenizers.folder_encoding(folder))
-        if encs[-1].name != encs[0].name:
+    # how long --passes are, only the data can tell
+    if config.dry_run and not config.passes and not any(map(shards.has_shards, config.data)):
+        num_tokens = config.total_batch_size + config.sequence_length
+        return [StandIn(path, num_ids=num_ids, num_tokens=num_tokens, name=tokenizer) for path in config.data]
+    folders = [Folder(path) for path in config.data]
+    for folder, weight in zip(folders, config.data_weights or [1] * len(folders)):
+        if weight:
+            folder.shards(split)
+        folder.shards("val")
+        first = folders[0]
+        if folder.enc.name != first.enc.name:
             raise UserError(
-                f"The shards in {folder} have tokenizer {encs[-1].name}, but those in {config.data[0]} have "
-                f"{encs[0].name}. To train on both, make them with the same tokenizer."
+                f"The shards in {folder.path} have tokenizer {folder.enc.name}, but those in {first.path} have "
+                f"{first.enc.name}. To train on both, make them with the same tokenizer."
             )
-    return encs[0]
+    return folders
 
 
 def mix(positions: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -194,22 +194,6 @@ def check_own(own: Mapping[str, Any]) -> None:
             )
 
 
-def check_sharded(state: dict[str, Any]) -> None:
-    """Raise UserError if a resume could not shard this training state again."""
-    for optimizer in state["optimizer"]:
-        if "state" not in optimizer:
-            raise UserError(
-                "--shard needs optimizers whose state_dict() has state and param_groups, as torch's have. This one has "
-                f"{', '.join(map(str, optimizer))}. Leave --shard out."
-            )
-    for name, values in state["own"].items():
-        if any(hasattr(leaf, "placements") for leaf in tree_flatten(values)[0]):
-            raise UserError(
-                f"Parts.own[{name!r}] has shards of the model's weights, which no resume could split again. Leave "
-                "it out, or train without --shard."
-            )
-
-
 def training_state(parts: Any) -> dict[str, Any]:
     """The state of the trainer's `parts`, for `restore_state`."""
     return {
@@ -223,13 +207,13 @@ def training_state(parts: Any) -> dict[str, Any]:
     }
 
 
-def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None, *, made: Made) -> None:
-    """Restore a checkpoint, whose weights the model has already. If a part of it does not fit, a run cannot continue
-    (UserError). A branch starts without that part, and a note says so.
+def restore_state(start: Any, parts: Any, *, made: Made, now: dict[str, Any]) -> None:
+    """Restore a Start's checkpoint, whose weights the model has already. If a part of it does not fit, a run cannot
+    continue (UserError). A branch starts without that part, and a note says so.
 
-    branched: see Start; made: the settings of the optimizers' groups as this start made them.
+    made: the settings of the optimizers' groups as this start made them; now: the training state before.
     """
-    config, now = parts.config, training_state(parts)
+    config, saved, layout = parts.config, start.saved, parts.layout
     different = {}  # {what differs from the checkpoint: the note about it}
     order = parts.loader.load_state_dict(saved["loader"])
     if order:
@@ -244,10 +228,11 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
     if groups:
         said = f"The optimizers start without the parent's optimizer state: it has {groups}."
         different[f"other optimizers, where it has {groups}"] = said
-    own = ", ".join(sorted(parts.own.keys() ^ saved["own"].keys()))
+    own_state = layout.hand_out(saved.get("own"))
+    own = ", ".join(sorted(parts.own.keys() ^ own_state.keys()))
     if own:
         different[f"other objects in Parts.own ({own})"] = f"Only the parent, or only this branch, has {own}."
-    if different and branched is None:
+    if different and start.branched is None:
         raise UserError(
             f"The run in {config.out_dir} cannot continue with {' and '.join(different)}. Give it the data "
             f"(--data) and code that it had, or start a branch: --branch-from {quote(config.out_dir)} --out-dir NEW"
@@ -255,15 +240,12 @@ def restore_state(saved: Checkpoint, parts: Any, branched: dict[str, Any] | None
     for said in different.values():
         note(said)
     if not groups:
-        for optimizer, state, then, now_made in zip(parts.optimizers, saved["optimizer"], saved["made"], made):
-            if config.shard:
-                from plumbing.system import sharding  # takes a second to import
-
-                state = sharding.shard_state(state, parameters_of(optimizer), parts.world)
-            load_optimizer(optimizer, state, then=then, now=now_made)
+        states = saved.get("optimizer") or [None] * len(parts.optimizers)  # rank 0 has them
+        for optimizer, state, then, now_made in zip(parts.optimizers, states, saved["made"], made):
+            shared = layout.hand_out_optimizer(state, parameters_of(optimizer))
+            load_optimizer(optimizer, shared, then=then, now=now_made)
     if parts.scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         parts.scaler.load_state_dict(saved["scaler"])
-    own_state = parts.world.fetch(saved["own"]) if config.shard else saved["own"]
     for name in parts.own.keys() & own_state.keys():
         parts.own[name].load_state_dict(own_state[name])
 

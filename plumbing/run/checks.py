@@ -6,7 +6,7 @@ A run's model is examined before the first step of each start, and a loaded mode
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +24,25 @@ LEAST_TOKENS = 24
 COPIED_PARAMETERS = 10_000_000  # up to this size, a second model is made on a CPU
 
 
-def texts(num_ids: int, length: int) -> list[torch.Tensor]:
-    """Ids below num_ids to examine a model on: a long text (1, length), and short ones (N, 4) of a single id each.
+class Texts(NamedTuple):
+    """Ids to examine a model on. In the random row, neighbours are hardly ever of one kind, such as two digits."""
 
-    In the long text, neighbouring ids are hardly ever of one kind, such as two digits. The short texts begin with the
-    last ids, which are often the special ones.
-    """
-    last_ids = torch.arange(num_ids)[-8:]
-    some_ids = torch.cat([last_ids, torch.randperm(num_ids)[:1000]])
-    return [torch.randint(num_ids, (1, length)), some_ids[:, None].expand(-1, min(4, length))]
+    long: torch.Tensor  # (N, length): a random row first, then rows of real text, if any is known
+    short: (
+        torch.Tensor
+    )  # (M, 4) of a single id each, beginning with the last ids, which are often the special ones
 
 
-def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bool:
-    """Whether decoding with a cache gives the same as reading the whole text, on these texts of ids (B, T).
+def make_texts(num_ids: int, length: int, *real: torch.Tensor) -> Texts:
+    """Texts of ids below num_ids. real: a batch of data (B, T), which is repeated up to `length`."""
+    rows = [torch.randint(num_ids, (1, length))]
+    rows += [text.cpu().repeat(1, length // text.size(1) + 1)[:, :length] for text in real]
+    some_ids = torch.cat([torch.arange(num_ids)[-8:], torch.randperm(num_ids)[:1000]])
+    return Texts(torch.cat(rows), some_ids[:, None].expand(-1, min(4, length)))
+
+
+def examine(model: Any, texts: Texts, *, is_new: bool = True) -> bool:
+    """Whether decoding with a cache gives the same as reading the whole text.
 
     Texts are cut to keep this fast. is_new: whether a run starts with the model. A model that is only used is not
     checked for training again.
@@ -45,18 +51,26 @@ def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bo
     device = next(model.parameters()).device
     on_gpu = device.type != "cpu"
     most = max(LEAST_TOKENS, int((GPU_WORK if on_gpu else CPU_WORK) / parameters))
-    cut = [text[: max(1, most // text.size(1)), :most].to(device) for text in texts]
+    long = texts.long[: max(2, most // texts.long.size(1)), :most].to(device)
+    short = texts.short[: max(1, most // texts.short.size(1))].to(device)
     with quiet(model):
-        if not is_close(model.hidden_states(cut[0]), model.hidden_states(cut[0])):
+        hidden = model.hidden_states(long)
+        faults = []
+        if is_new:
+            faults = faults_of(model, long[:1], copies=on_gpu or parameters <= COPIED_PARAMETERS)
+        T = long.size(1)
+        # a long prompt and single tokens; single tokens and several at once
+        has_cache = is_cache_right(model, long, hidden, places=[max(0, T - 3), max(0, T - 2)])
+        has_cache = has_cache and is_cache_right(model, short, model.hidden_states(short), places=[1, 3])
+        if (faults or not has_cache) and not is_close(model.hidden_states(long), hidden):
             note(
                 "The model draws random numbers in evaluation as well, so its losses, scores and samples differ from "
                 "one time to the next, and it was not examined. Draw them only `if self.training`.",
                 file=sys.stderr,
             )
             return False
-        if is_new:
-            check_new(model, cut[0], copies=on_gpu or parameters <= COPIED_PARAMETERS)
-        has_cache = all(is_cache_right(model, idx) for idx in cut)
+    for fault in faults:
+        print0(fault)
     if not has_cache:
         note(
             "With a cache this model computes something else, so samples and HellaSwag do not use one.",
@@ -65,36 +79,47 @@ def examine(model: Any, texts: list[torch.Tensor], *, is_new: bool = True) -> bo
     return has_cache
 
 
-def check_new(model: Any, idx: torch.Tensor, *, copies: bool) -> None:
-    """Warn if a run's first model looks ahead, mixes rows, is not saved completely, or has another loss.
+def faults_of(model: Any, idx: torch.Tensor, *, copies: bool) -> list[str]:
+    """A line for each fault of a run's first model, found on one text (1, T): that it looks ahead, mixes rows, is not
+    saved completely, or has another loss.
 
     copies: whether there is room and time for a second model.
     """
+    faults = []
+    half = max(1, idx.size(1) // 2)
+    other = torch.cat([idx[:, :half], idx[:, half:].flip(1)], 1)  # begins alike
     hidden = model.hidden_states(idx)
-    if not is_causal(model, idx, hidden):
-        print0(
+    rows = model.hidden_states(torch.cat([idx, other, idx]))
+    is_independent = is_close(rows[:1], hidden) and is_close(rows[2:], hidden)
+    changed = rows[1:2]
+    if not is_independent:
+        changed = model.hidden_states(other)
+    if not is_close(changed[:, :half], hidden[:, :half]):
+        faults.append(
             "warning: A token's logits depend on later tokens, so the loss says little and samples are worthless."
         )
-    if not are_rows_independent(model, idx, hidden):
-        print0(
+    if not is_independent:
+        faults.append(
             "warning: A token's logits depend on the other rows of its batch, so losses and HellaSwag's scores change "
             "with B, which depends on the memory."
         )
-    if copies and not is_saved_whole(model, idx):
-        print0(
+    logits = model(idx)[0]
+    if copies and not is_saved_whole(model, idx, logits):
+        faults.append(
             "warning: A second model with the saved weights computes other logits, so a resumed run will not be the"
             " same. Keep everything that the model computes with in its parameters and buffers."
         )
     # with the likeliest ids as targets, a loss other than cross-entropy shows even in a new model
-    likely = model(idx)[0].argmax(-1)
+    likely = logits.argmax(-1)
     logits, loss = model(idx, likely)[:2]  # a changed model may return more
     plain = F.cross_entropy(logits[0].float(), likely[0])
     if not abs(loss - plain) <= 1e-4 * plain:
-        note(
-            f"The loss in validation is not the cross-entropy of the logits ({loss:.4f}, and not {plain:.4f}), so "
-            "neither it nor bits per byte can be compared with other models'. Add terms for training only under `if "
-            "self.training`."
+        faults.append(
+            f"note: The loss in validation is not the cross-entropy of the logits ({loss:.4f}, and not {plain:.4f}), "
+            "so neither it nor bits per byte can be compared with other models'. Add terms for training only under "
+            "`if self.training`."
         )
+    return faults
 
 
 @contextlib.contextmanager
@@ -115,27 +140,13 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() <= limit * expected.std())
 
 
-def is_causal(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether the hidden states of a text's first half stay the same when its second half changes."""
-    half = max(1, idx.size(1) // 2)
-    other = torch.cat([idx[:, :half], idx[:, half:].flip(1)], 1)
-    return is_close(model.hidden_states(other)[:, :half], hidden[:, :half])
-
-
-def are_rows_independent(model: Any, idx: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Whether a text's hidden states are the same in a batch, before and after another row."""
-    other = idx.flip(1)
-    rows = model.hidden_states(torch.cat([idx, other, idx]))
-    return is_close(rows[:1], hidden) and is_close(rows[2:], hidden)
-
-
-def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
+def is_saved_whole(model: Any, idx: torch.Tensor, logits: torch.Tensor) -> bool:
     """Whether a second model with this one's state dict computes the same logits."""
     try:
         with SkipInit():
             second = new_model(type(model), model.config)
         second.load_state_dict(model.state_dict())
-        return is_close(second.to(idx.device).eval()(idx)[0], model(idx)[0])
+        return is_close(second.to(idx.device).eval()(idx)[0], logits)
     except RuntimeError as error:
         if is_out_of_memory(error):
             return True  # there is no memory to try it
@@ -146,39 +157,16 @@ def is_saved_whole(model: Any, idx: torch.Tensor) -> bool:
         ) from None
 
 
-def check_weights_stay(model: Any, num_ids: int) -> None:
-    """Raise UserError if a forward pass in training writes into the weights: FSDP would drop what it writes."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    idx = torch.randint(num_ids, (1, min(16, model.config.block_size)))
-    with undone(model), torch.no_grad():
-        model.train()
-        model(idx)
-        written = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
-    if written:
-        raise UserError(
-            f"The model writes into {written[0]} in its forward pass, and --shard would lose that. Leave --shard out."
-        )
-
-
-def is_cache_right(model: Any, idx: torch.Tensor) -> bool:
-    """Whether decoding with a cache gives the same as reading the whole text, however the text is split.
-
-    The splits begin with one token or with a long prompt; then come single tokens and several at once.
-    """
-    hidden = model.hidden_states(idx)
-    T = idx.size(1)
-    for places in ([1, 3], [max(0, T - 3), max(0, T - 2)]):
-        cache = KVCache(T)
-        parts = [part for part in idx.tensor_split(places, 1) if part.size(1)]
-        try:
-            found = [model.hidden_states(part, cache) for part in parts]
-        except Exception as error:  # a changed model may not take a cache at all
-            if is_out_of_memory(error):
-                raise
-            return False
-        if not is_close(torch.cat(found, 1), hidden):
-            return False
-    return True
+def is_cache_right(model: Any, idx: torch.Tensor, hidden: torch.Tensor, *, places: list[int]) -> bool:
+    """Whether a text that is split at these places, and read with a cache, has the same hidden states."""
+    cache = KVCache(idx.size(1))
+    try:
+        found = [model.hidden_states(part, cache) for part in idx.tensor_split(places, 1) if part.size(1)]
+    except Exception as error:  # a changed model may not take a cache at all
+        if is_out_of_memory(error):
+            raise
+        return False
+    return is_close(torch.cat(found, 1), hidden)
 
 
 def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:

@@ -33,7 +33,7 @@ def prepare_folder(start: Any, parts: Any) -> None:
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
     ran = {name: value for name, value in parts.found._asdict().items() if name != "model"}
-    ran["flops_per_token"] = parts.raw_model.flops_per_token(config.sequence_length)  # for the notebook's MFU
+    ran["flops_per_token"] = parts.flops_per_token  # for the notebook's MFU
     logs.write_start(config, start, ran=ran, fingerprints=fingerprints(parts))
     source_code.keep_copies(config)
 
@@ -53,13 +53,14 @@ def stale_files(start: Any, out_dir: Path) -> list[Path]:
 
 def fingerprints(parts: Any) -> dict[str, list[str]]:
     """Short fingerprints of each folder's training and validation data, by its name in log.txt ("": not read)."""
-    train = {}
-    if parts.loader:
-        train = {split.folder: split.fingerprint[:16] for split in parts.loader.order.splits}
+    paths = parts.config.data
     shown = {}
-    folders = parts.config.data
-    for name, folder, val_loader in zip(stream_names(folders), folders, parts.val_loaders):
-        shown[name] = [train.get(folder, ""), val_loader.order.splits[0].fingerprint[:16]]
+    for name, val_loader in zip(stream_names(paths), parts.val_loaders):
+        [val] = val_loader.order.splits
+        shown[name] = ["", val.fingerprint[:16]]
+        for split in parts.loader.order.splits:
+            if split.folder is val.folder and split.name == "train":
+                shown[name][0] = split.fingerprint[:16]
     return shown
 
 

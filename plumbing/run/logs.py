@@ -131,7 +131,7 @@ def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: d
         "from step": str(start.step),
         "config": json.dumps(dataclasses.asdict(config)),
         "ran": json.dumps(ran),
-        "data": "; ".join(plain(origin(folder)) for folder in config.data),
+        "data": "; ".join(plain(origin(folder.meta)) for folder in start.folders),
         "fingerprints": json.dumps(fingerprints),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {', '.join(gpus) or 'no GPU'}",

@@ -14,7 +14,6 @@ from torch import Tensor
 from plumbing.cli.console import UserError, first_line, note, plain
 from plumbing.cli.flags import suggest
 from plumbing.data import downloads, tokenizers
-from plumbing.data.windows import data_tokenizer
 from plumbing.files import Name
 from plumbing.run import checks, huggingface, source_code
 from plumbing.run.checkpoint import (
@@ -154,7 +153,7 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
 def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> bool:
     """Whether a loaded model can use a cache, for texts up to the `longest`. UserError if num_ids is too small."""
     check_num_ids(num_ids, saved.enc)
-    return checks.examine(model, checks.texts(saved.enc.n_vocab, longest), is_new=False)
+    return checks.examine(model, checks.make_texts(saved.enc.n_vocab, longest), is_new=False)
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
@@ -186,24 +185,17 @@ def is_tokenizer(name: str, enc: tiktoken.Encoding) -> bool:
     return name.removesuffix("+chat") == enc.name.removesuffix("+chat")
 
 
-def check_tokenizer(name: str, config: Any) -> None:
-    """Raise UserError unless the shards of a run have the model's tokenizer, called `name`."""
-    enc = data_tokenizer(config)
-    if enc and not is_tokenizer(name, enc):
+def check_tokenizer(name: str, config: Any, enc: tiktoken.Encoding) -> None:
+    """Raise UserError unless the shards of a run, with tokenizer `enc`, have the model's tokenizer, called `name`."""
+    if not is_tokenizer(name, enc):
         raise UserError(
             f"The shards in {' '.join(config.data)} have tokenizer {enc.name}, but the model uses {name}. Make shards "
             "with the model's tokenizer in another folder, or start a new model from this one with --init-from."
         )
 
 
-def ids_in(model: SavedModel, config: Any) -> Tensor | None:
-    """For each token of the data, the model's id for the same bytes, or -1: (n_vocab,).
-
-    None if the data have the model's tokenizer, or if nothing is trained.
-    """
-    new = data_tokenizer(config)
-    if not new or not config.max_steps or is_tokenizer(model.enc.name, new):
-        return None
+def ids_in(model: SavedModel, new: tiktoken.Encoding) -> Tensor:
+    """For each token of the tokenizer `new`, the model's id for the same bytes, or -1: (n_vocab,)."""
     before = model.enc._mergeable_ranks | model.enc._special_tokens
     now = new._mergeable_ranks | new._special_tokens
     tokens = sorted(now, key=now.__getitem__)

@@ -26,6 +26,8 @@ class StartOptions:
     out_dir: Annotated[str, PER_NODE] = "log"  # folder of the run
     resume: bool = True  # resume the run in out_dir; --no-resume moves it aside
     dry_run: bool = False  # print what the run will do and cost, then end; write nothing
+    gpus: int = 0  # with --dry-run: the number of GPUs to ask about, on any machine
+    gpu_memory: float = 0.0  # with --dry-run: the memory of each in GB, 80 for example
     device: Annotated[str, PER_NODE] = "auto"  # cpu, cuda or mps; auto: best available
 
 
@@ -120,7 +122,7 @@ OTHER_TRAINERS = {
     "--val-every": "eval-interval eval-every eval-steps val-loss-every",
     "--val-tokens": "eval-iters",
     "--checkpoint-every": "save-steps save-every always-save-checkpoint",
-    "torchrun --nproc-per-node=N": "num-gpus gpus nproc-per-node num-processes",
+    "torchrun --nproc-per-node=N": "num-gpus nproc-per-node num-processes",
     "torch.distributed.launch adds it: start the ranks with torchrun instead.": "local-rank",
     "log.txt, which has every step": "log-interval logging-steps",
     "The model has no dropout: in pretraining it sees most texts once.": "dropout",

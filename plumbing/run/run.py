@@ -30,16 +30,14 @@ from plumbing.cli.console import (
 )
 from plumbing.data.windows import stream_names
 from plumbing.run import checkpoint as checkpoints
-from plumbing.run import checks, logs, models
+from plumbing.run import checks, logs
 from plumbing.run.checkpoint import CheckpointWriter, training_state
 from plumbing.run.commands import print_next_command, training_command
 from plumbing.run.folder import keep_samples_before, prepare_folder
 from plumbing.run.huggingface import export_huggingface
 from plumbing.run.signals import Signals
-from plumbing.run.summary import note_state, print_summary
-from plumbing.run.wandb_log import WandbLog
+from plumbing.run.summary import note_state, print_evaluation, print_summary
 from plumbing.system import devices
-from plumbing.system.collectives import class_of
 
 SECONDS_PER_LINE = 0.5  # the least time between the console's lines about steps
 STREAMS = re.compile(r"train|lr|norm|tok/s|val|val_bpb|hella|val/.*|val_bpb/.*")  # the program's own
@@ -57,38 +55,41 @@ class Ended(NamedTuple):
 
 
 @dataclass
-class RunFiles:
-    """Rank 0's open files, and numbers that it has read from earlier logs."""
+class Files:
+    """Rank 0's open files."""
 
     log: IO[str]
+    wandb: Any  # a WandbLog or None
+
+
+@dataclass
+class RunFiles(Files):
+    """Rank 0's open files, and numbers that it has read from earlier logs."""
+
     writer: CheckpointWriter
-    wandb: WandbLog | None
-    # {(step, stream): loss} of the first steps and validations from the checkpoint on that an earlier start has done
+    # {(step, stream): value} of the first steps and validations from the checkpoint on that an earlier start has done
     earlier_losses: dict[tuple[int, str], float]
     parents_lr: float | None  # for a new branch: the learning rate of its parent's last step
 
 
 @contextlib.contextmanager
-def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
+def open_run(start: Any, parts: Any) -> Iterator["Run"]:
     """Restore the checkpoint, open the run's files and catch stop signals.
 
     On exit, however it happens, the newest checkpoint is on disk. Before it opens anything, it prints what the run will
-    do and cost. In a dry run it stops there, and yields None.
+    do and cost.
     """
     made = checkpoints.settings_of_groups(parts.optimizers)
-    if parts.loader:
-        checkpoints.check_own(parts.own)
-        if start.config.shard:
-            checkpoints.check_sharded(training_state(parts))
-        checkpoints.check_readable(training_state(parts) | {"made": made})
-        if start.saved:
-            checkpoints.restore_state(start.saved, parts, start.branched, made=made)
+    checkpoints.check_own(parts.own)
+    state = training_state(parts)
+    parts.layout.check(state)
+    checkpoints.check_readable(state | {"made": made})
+    if start.saved:
+        checkpoints.restore_state(start, parts, made=made, now=state)
+    del state  # it holds tensors that the optimizers may have replaced
     print_summary(start, parts)
-    if start.config.dry_run:
-        yield None
-        return
     with Signals() as signals, contextlib.ExitStack() as stack:
-        files = parts.world.run_on_master(open_files, start, parts, stack)
+        files = parts.world.run_on_master(open_run_files, start, parts, stack)
         run = Run(start, parts, signals, files=files, made=made)
         if start.branched:
             run.write_checkpoint(start.step, finished=False)  # from here on, the branch does not need its parent
@@ -98,47 +99,63 @@ def open_run(start: Any, parts: Any) -> Iterator["Run | None"]:
         gc.collect()
         gc.freeze()  # these objects live to the end: skip them in garbage collection
         stack.callback(gc.unfreeze)  # otherwise triton's bindings report live objects at exit
-        try:
-            yield run
-        except Exception as error:
-            if start.config.shard and is_out_of_memory(error):  # no trial has found the largest B
-                smaller = max(1, parts.found.B // 2)
-                raise UserError(
-                    f"With B = {parts.found.B} memory runs out. Add --batch-size {smaller} or, if a whole copy of the "
-                    "model does not fit, --hellaswag-every 0 --sample-every 0."
-                ) from None
-            raise
+        yield run
 
 
-def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
+@contextlib.contextmanager
+def open_report(start: Any, parts: Any) -> Iterator["Report"]:
+    """Open the files of an evaluation and catch stop signals. Before, it prints what is evaluated."""
+    print_evaluation(start, parts)
+    with Signals() as signals, contextlib.ExitStack() as stack:
+        files = parts.world.run_on_master(open_files, start, parts, stack)
+        yield Report(start, parts, signals, files=files)
+
+
+def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> Files:
     """Prepare the run's folder and open rank 0's files. `stack` closes them."""
+    config = start.config
+    out_dir = Path(config.out_dir)
+    prepare_folder(start, parts)
+    parent = Path(start.branched["parent"]) if start.branched else out_dir
+    log = logs.open_log(out_dir, parent, start.step)
+    stack.callback(close_log, log)
+    keep_samples_before(out_dir / "samples.txt", start.step)
+    wandb = None
+    if config.wandb:
+        from plumbing.run.wandb_log import WandbLog
+
+        wandb = WandbLog(config, logs.read_log(out_dir / "log.txt"))
+        stack.push(functools.partial(finish_wandb, wandb))
+    return Files(log=log, wandb=wandb)
+
+
+def open_run_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFiles:
+    """As `open_files`, and read what earlier starts have logged."""
     config = start.config
     out_dir = Path(config.out_dir)
     path = out_dir / "log.txt"
     # another number of ranks rounds in another order, and each rank draws its own numbers, for dropout for example
     same_ranks = logs.read_run(out_dir).fact("ranks", "") == str(parts.world.size)
-    prepare_folder(start, parts)
     earlier_losses = {}
     if same_ranks and start.saved and not start.branched and path.exists():
         steps = range(start.step, start.step + 10)  # on a GPU, the rounding differs more with each step
-        logged = logs.read_log(path)
-        kinds = ("train", "val")
-        earlier_losses = {(at, kind): loss for at, kind, loss in logged if kind in kinds and at in steps}
-    parent = Path(start.branched["parent"]) if start.branched else out_dir
-    log = logs.open_log(out_dir, parent, start.step)
-    stack.callback(close_log, log)
-    parents_lr = logs.last_values(path).get("lr") if start.branched else None
-    keep_samples_before(out_dir / "samples.txt", start.step)
-    deletable = start.saved.get("temporary", []) if start.saved else []
+        for at, stream, loss in logs.read_log(path):
+            if stream in ("train", "val") and at in steps:
+                earlier_losses[at, stream] = loss
+    files = open_files(start, parts, stack)
     writer = CheckpointWriter(
-        start.lock, keep=config.keep_checkpoints, milestone_every=config.milestone_every, deletable=deletable
+        start.lock,
+        keep=config.keep_checkpoints,
+        milestone_every=config.milestone_every,
+        deletable=start.saved.get("temporary", []) if start.saved else [],
     )
     stack.callback(writer.wait)
-    wandb = None
-    if config.wandb:
-        wandb = WandbLog(config, logs.read_log(path))
-        stack.push(functools.partial(finish_wandb, wandb))
-    return RunFiles(log=log, writer=writer, wandb=wandb, earlier_losses=earlier_losses, parents_lr=parents_lr)
+    return RunFiles(
+        **vars(files),
+        writer=writer,
+        earlier_losses=earlier_losses,
+        parents_lr=logs.last_values(path).get("lr") if start.branched else None,
+    )
 
 
 def close_log(log: IO[str]) -> None:
@@ -146,7 +163,7 @@ def close_log(log: IO[str]) -> None:
         log.close()
 
 
-def finish_wandb(wandb: WandbLog, kind: Any, *exception: Any) -> None:
+def finish_wandb(wandb: Any, kind: Any, *exception: Any) -> None:
     """End the log's mirror at W&B: status 1 if an exception ends the run, 0 otherwise."""
     wandb.finish(status=1 if kind else 0)
 
@@ -154,40 +171,25 @@ def finish_wandb(wandb: WandbLog, kind: Any, *exception: Any) -> None:
 # ----- A run in progress --------------------------------------------------------------------------------
 
 
-class Run:
-    """A run's console lines, log and checkpoints. Ranks other than 0 have no files and write nothing."""
+class Report:
+    """The console lines and the log of a run or an evaluation. Ranks other than 0 have no files and write nothing."""
 
-    def __init__(
-        self, start: Any, parts: Any, signals: Signals, *, files: RunFiles | None, made: checkpoints.Made
-    ):  # fmt: skip
-        config = start.config
-        self.config = config
-        self.typed = start.typed
+    def __init__(self, start: Any, parts: Any, signals: Signals, *, files: Any):
+        self.config = start.config
         self.parts = parts
         self.world = parts.world
         self.signals = signals
         self.files = files
-        self.made = made  # the settings of the optimizers' groups as they were made
-        self.start_step = start.step
-        self.parents_lr = files.parents_lr if files else None
-        self.out_dir = Path(config.out_dir)
-        self.val_loss = start.saved.get("val_loss") if start.saved else None  # the last one measured
-        # the validation loss of model_best.pt
-        self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
-        self.before_evaluations: dict[str, Any] = {}  # the training state before those of this step
+        self.out_dir = Path(start.config.out_dir)
         self.stopping = False  # whether some rank has received a signal to stop
         self.losses: dict[str, float] = {}  # the last value of each stream
-        self.metadata = checkpoints.metadata(config, parts.enc) | {"launch": logs.torchrun_id()}
-        self.started = self.first_step_ended = time.perf_counter()
-        self.step_printed = -math.inf  # when the console last showed a step
+        self.started = time.perf_counter()
 
     def report(self, step: int, text: str, streams: dict[str, float]) -> None:
         """Print a line about a step, unless `text` is empty, and log its values, {stream: value}."""
         self.losses |= streams
         if not self.files:
             return
-        self.files.writer.raise_error()  # a full disk ends the run now, not at the next checkpoint
-        self.compare_with_before(step, streams)
         if text:
             print(f"step {step:5d} | {text}", flush=True)
         logs.write_log(self.files.log, step, streams)
@@ -196,25 +198,14 @@ class Run:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Context for an evaluation. A signal to stop does not cut it short; then all ranks learn of the signal.
-
-        A checkpoint that is written after it is of the moment before it, because the next start repeats it.
-        """
-        if self.parts.loader and not self.before_evaluations:
-            state = training_state(self.parts)
-            own = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.cpu, state["own"]))
-            self.before_evaluations = state | {"own": own}
+        """Context for an evaluation. A signal to stop does not cut it short; then all ranks learn of the signal."""
         self.signals.evaluating = True
         yield
         self.signals.evaluating = False
         self.stopping = self.world.max_over_ranks(len(self.signals)) > 0
 
     def log_val_loss(self, step: int, mean: Any, *, by_folder: list[Any]) -> None:
-        """Log the validation loss: the mean over the folders and, if there are several, each folder's loss.
-
-        With keep_best, keep the weights of the lowest mean so far as model_best.pt.
-        """
-        self.val_loss = mean.loss
+        """Log the validation loss: the mean over the folders and, if there are several, each folder's loss."""
         streams: dict[str, float] = {"val": mean.loss, "val_bpb": mean.bits_per_byte}
         text = f"val loss {mean.loss:.6f} | {mean.bits_per_byte:.4f} bits per byte"
         if len(by_folder) > 1:
@@ -225,13 +216,6 @@ class Run:
                 streams[f"val/{name}"] = each.loss
                 streams[f"val_bpb/{name}"] = each.bits_per_byte
         self.report(step, text if len(text) <= 67 else f"{text[:64]}...", streams)
-        keeps_best = self.config.keep_best and self.config.max_steps > 0
-        if keeps_best and mean.loss < self.best_val_loss:
-            self.best_val_loss = mean.loss
-            weights = self.gathered(self.parts.raw_model.state_dict())
-            if self.files:
-                best = {"step": step, "val_loss": mean.loss, "model": weights}
-                self.files.writer.submit(checkpoints.BEST, best | self.metadata)
 
     def log_samples(self, step: int, texts: list[str]) -> None:
         """Print samples in lines of 80 columns, and add them to samples.txt."""
@@ -243,6 +227,71 @@ class Run:
             print(wrapper.fill(repr(text)), flush=True)
         with open(self.out_dir / "samples.txt", "a", encoding="utf-8", errors="replace") as file:
             file.writelines(f"{step} {json.dumps(text)}\n" for text in texts)
+
+    def ended(self, step: int) -> Ended:
+        """How it ends: status 130 after Ctrl-C."""
+        interrupted = self.stopping and signal.SIGINT in self.signals
+        return Ended(step, self.losses, 128 + signal.SIGINT if interrupted else 0)
+
+    def print_duration(self) -> None:
+        took = duration(time.perf_counter() - self.started)
+        if self.world.device.type == "cuda":
+            took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+        print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
+
+    def finish(self, step: int) -> Ended:
+        """End an evaluation."""
+        if self.files:
+            self.print_duration()
+        return self.ended(step)
+
+
+class Run(Report):
+    """A run's console lines, log and checkpoints."""
+
+    def __init__(
+        self, start: Any, parts: Any, signals: Signals, *, files: RunFiles | None, made: checkpoints.Made
+    ):  # fmt: skip
+        super().__init__(start, parts, signals, files=files)
+        self.typed = start.typed
+        self.made = made  # the settings of the optimizers' groups as they were made
+        # the state before this step's evaluations, if there are any
+        self.before_evaluations: dict[str, Any] = {}
+        self.start_step = start.step
+        self.parents_lr = files.parents_lr if files else None
+        self.val_loss = start.saved.get("val_loss") if start.saved else None  # the last one measured
+        # the validation loss of model_best.pt
+        self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
+        self.metadata = checkpoints.metadata(start.config, parts.enc) | {"launch": logs.torchrun_id()}
+        self.first_step_ended = self.started
+        self.step_printed = -math.inf  # when the console last showed a step
+
+    def report(self, step: int, text: str, streams: dict[str, float]) -> None:
+        if self.files:
+            self.files.writer.raise_error()  # a full disk ends the run now, not at the next checkpoint
+            self.compare_with_before(step, streams)
+        super().report(step, text, streams)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """See Report. What is saved after an evaluation is from before it, because the next start repeats it."""
+        if not self.before_evaluations:
+            state = training_state(self.parts)
+            own = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.cpu, state["own"]))
+            self.before_evaluations = state | {"own": own}
+        with super().evaluation():
+            yield
+
+    def log_val_loss(self, step: int, mean: Any, *, by_folder: list[Any]) -> None:
+        """With keep_best, also keep the weights of the lowest mean so far as model_best.pt."""
+        super().log_val_loss(step, mean, by_folder=by_folder)
+        self.val_loss = mean.loss
+        if self.config.keep_best and mean.loss < self.best_val_loss:
+            self.best_val_loss = mean.loss
+            weights = self.parts.layout.gathered(self.parts.raw_model.state_dict())
+            if self.files:
+                best = {"step": step, "val_loss": mean.loss, "model": weights}
+                self.files.writer.submit(checkpoints.BEST, best | self.metadata)
 
     def log_step(self, step: int, done: Any, *, seconds: float) -> None:
         """Report a step. done: the trainer's Step; seconds: how long it took."""
@@ -285,8 +334,7 @@ class Run:
         peak = devices.peak_flops(self.world.device_name)
         if not peak:
             return 0.0
-        flops = rate * self.parts.raw_model.flops_per_token(self.config.sequence_length)
-        return flops / (peak * self.world.size)
+        return rate * self.parts.flops_per_token / (peak * self.world.size)
 
     def seconds_left(self, step: int, seconds: float) -> float:
         """How long the remaining steps take at the average since the first one, which compiles."""
@@ -304,44 +352,36 @@ class Run:
     def write_checkpoint(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the parts in their current state, in the background."""
         self.check_ranks(step)
-        state = self.gathered((self.before_evaluations or training_state(self.parts)) | {"made": self.made})
+        state = self.before_evaluations or training_state(self.parts)
+        state = self.parts.layout.gathered(state | {"made": self.made})
         if not self.files:
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
             for split in loader.order.splits:
                 if split.fingerprint_now() != split.fingerprint:
                     raise UserError(
-                        f"The shards in {split.folder} have changed since the run began to read them. Restore them, "
-                        "and repeat the command to continue from the last checkpoint."
+                        f"The shards in {split.folder.path} have changed since the run began to read them. Restore "
+                        "them, and repeat the command to continue from the last checkpoint."
                     )
         losses = {"val_loss": self.val_loss, "best_val_loss": self.best_val_loss}
         progress = {"step": step, "finished": finished}
         self.files.writer.write({**progress, **losses, **state, **self.metadata})
 
-    def gathered(self, state: Any) -> Any:
-        """`state` with whole tensors on rank 0 instead of sharded ones. All ranks must call this."""
-        if not self.config.shard:
-            return state
-        from plumbing.system import sharding  # takes a second to import
-
-        return sharding.gathered_on_master(state, self.world)
-
     def check_ranks(self, step: int) -> None:
-        """Raise UserError if the ranks train different models. With --shard they share one model.
+        """Raise UserError if the ranks train different models.
 
         A trainer in which they are meant to differ, as in DiLoCo, says so with ranks_differ.
         """
         are_equal = not getattr(self.parts.raw_model, "ranks_differ", False)
-        if self.world.size > 1 and not self.config.shard and are_equal:
+        if self.parts.layout.copies > 1 and are_equal:
             checks.check_ranks(self.parts.raw_model, step, self.world)
 
     def finish(self, step: int) -> Ended:
         """End the run after `step` steps: export the model, unless the run was stopped."""
-        interrupted = self.stopping and signal.SIGINT in self.signals
-        ended = Ended(step, self.losses, 128 + signal.SIGINT if interrupted else 0)
-        weights = {}
-        if self.config.shard and not self.stopping:
-            weights = self.gathered(self.parts.raw_model.state_dict())
+        ended = self.ended(step)
+        raw_model = None
+        if not self.stopping:
+            raw_model = self.parts.layout.model_to_export(self.parts.raw_model)
         if not self.files:
             return ended
         self.files.writer.wait()
@@ -351,22 +391,14 @@ class Run:
             typed = {name: value for name, value in self.typed.items() if name != "resume"}
             print_next(training_command(type(self.config), typed))
             return ended
-        if self.config.max_steps:
-            if self.val_loss is None or math.isfinite(self.val_loss):
-                self.files.writer.delete_old()
-            raw_model = self.parts.raw_model
-            if weights:
-                raw_model = models.from_state(class_of(raw_model), self.config.model_config, weights)
-            export(self.out_dir, raw_model, self.parts.enc)
-        took = duration(time.perf_counter() - self.started)
-        if self.world.device.type == "cuda":
-            took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-        print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
+        if self.val_loss is None or math.isfinite(self.val_loss):
+            self.files.writer.delete_old()
+        export(self.out_dir, raw_model, self.parts.enc)
+        self.print_duration()
         if self.best_val_loss < math.inf and (self.out_dir / checkpoints.BEST).exists():
             lowest = f"{self.best_val_loss:.4f}"
             print(f"The lowest validation loss was {lowest}; its weights are in {checkpoints.BEST}.")
-        if self.config.max_steps:
-            print_next_command(self.config, self.parts.enc)
+        print_next_command(self.config, self.parts.enc)
         return ended
 
 

@@ -1,4 +1,4 @@
-"""How a run starts. It is decided here, once: a run that continues, a branch, a fine-tuning or a new run.
+"""How a run starts. What it is, is decided here, once: see NEW, CONTINUED and the others.
 
 Rank 0 decides, while it holds the lock on the run's folder, and tells the other ranks. Settings come from the preset,
 then from the run, its parent or its model, then from the command. The later ones win.
@@ -10,15 +10,16 @@ import functools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from plumbing.cli.console import UserError, first_line, note, print0, quote
+from plumbing.cli.console import UserError, note, print0, quote
 from plumbing.cli.flags import check, flag_of
 from plumbing.data import shards
+from plumbing.data.windows import Folder, open_folders
 from plumbing.files import FolderLock, lock_folder
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs, models, source_code, wandb_log
@@ -29,27 +30,52 @@ from plumbing.run.options import StartOptions, changed_settings, inheritable, is
 from plumbing.run.run import Ended, export
 from plumbing.system import devices, memory
 from plumbing.system.distributed import World
-from plumbing.system.trial import Fit, Trial, estimate, find_what_fits, try_sharded, undone
+from plumbing.system.layout import choose_layout, imagined
+from plumbing.system.trial import Fit, Trial
 
-MakeConfig = Callable[[dict[str, Any], dict[str, Any], World], Any]
+NEW, CONTINUED, BRANCH, TUNED, EVALUATION = "new run", "continued run", "branch", "fine-tuning", "evaluation"
+# make_config(inherited, typed, world, kind=, tokenizer=) makes and checks a TrainConfig, and opens its folders of data
+MakeConfig = Callable[..., tuple[Any, Sequence[Folder]]]
+
+
+class Source(NamedTuple):
+    """What a start begins from."""
+
+    kind: str  # of start
+    name: str = ""  # what the user calls it
+    settings: dict[str, Any] = {}  # to inherit
+    saved: Checkpoint | None = None  # the run's newest checkpoint or, for a branch, its parent's
+    model: models.SavedModel | None = None
 
 
 class Start(NamedTuple):
-    """The decision about a start: the config, and a checkpoint or weights to start from, None for a new model."""
+    """The decision about a start. Only rank 0 has the weights, and what is needed to write."""
 
+    kind: str
     config: Any  # the TrainConfig, made once
     typed: dict[str, Any]  # the typed settings, by name
-    saved: Checkpoint | None = None  # the run's newest checkpoint or, for a new branch, its parent's
-    weights: dict[str, torch.Tensor] | None = None  # the state dict of the model to start from
+    layout: Any = None  # how the ranks hold the model: a Whole or another class of that kind
+    folders: Sequence[Folder] = ()  # this rank's folders of data
+    # the checkpoint that it continues from; on other ranks than 0 without the state in LARGE_PARTS
+    saved: Checkpoint | None = None
     branched: dict[str, Any] | None = None  # of a new branch: its parent, the step and the changes, for run.txt
-    # for data with another tokenizer: the old ids of its tokens, see GPT.extend
-    old_ids: torch.Tensor | None = None
     ended: Ended | None = None  # what a finished run ended with
-    lock: FolderLock | None = None  # on the run's folder, held by rank 0
+    weights: dict[str, torch.Tensor] | None = None  # on rank 0: the state dict of the model to start from
+    # on rank 0, for data with another tokenizer: the old ids of its tokens, see GPT.extend
+    old_ids: torch.Tensor | None = None
+    lock: FolderLock | None = None  # on rank 0: on the run's folder
 
     @property
     def step(self) -> int:
         return self.saved["step"] if self.saved else 0
+
+
+def split_of(kind: str) -> str:
+    """The split that a start of this kind reads in the order of the training."""
+    return "val" if kind == EVALUATION else "train"
+
+
+LARGE_PARTS = ("model", "optimizer", "own")  # of a checkpoint: the ranks share these out themselves
 
 
 @contextlib.contextmanager
@@ -63,7 +89,7 @@ def begin(
 ) -> Iterator[Start]:
     """Context that locks the run's folder and yields rank 0's decision, the same Start on all ranks.
 
-    make_config(inherited, typed, world) makes and checks a TrainConfig. The presets are TrainConfigs as well.
+    The presets are TrainConfigs.
     """
     asked = dataclasses.replace(presets[typed.get("preset", next(iter(presets)))], **typed)
     config_class = type(asked)
@@ -71,32 +97,37 @@ def begin(
         # an evaluation gets its own folder, because the model's run is often in the default one
         typed = typed | {"out_dir": f"{asked.out_dir}/eval"}
         asked = dataclasses.replace(asked, out_dir=typed["out_dir"])
+    world = imagined(asked, world)
     per_node = {field.name for field in dataclasses.fields(config_class) if is_per_node(field)}
-    check_agreement(typed, config_class, per_node, world=world)
+    if world.size > 1:
+        check_agreement(typed, config_class, per_node, world=world)
     lock = world.run_on_master(lock_folder, asked.out_dir)  # before anything in the folder is read
     with lock or contextlib.nullcontext():
-        request = Request(asked, typed, make_config, world=world)
-        start = world.broadcast_from_master(decide, request, keeps=is_sharded)
-        if asked.shard and world.size == 1:
-            note("--shard splits a model across ranks. With a single process there is nothing to split.")
-        devices.choose_dtype(start.config.dtype, world.device)  # another rank's device may lack it
-        if start.ended:
-            world.run_on_master(report_finished, start.config, start.saved, model_class)
+        own = world.run_on_master(decide, asked, typed, make_config, world)
+        start = world.broadcast_from_master(without_weights, own)
         own_paths = {name: value for name, value in typed.items() if name in per_node}
         config = dataclasses.replace(start.config, **own_paths)
-        try:
-            yield start._replace(config=config, typed=typed, lock=lock)
-        except AssertionError as error:
-            if not config.shard or "FSDP" not in str(error):
-                raise
-            raise UserError(
-                f"--shard: {first_line(error)}. Leave --shard out, or change the code that needs this."
-            ) from None
+        if own:
+            start = own
+        else:
+            devices.choose_dtype(config.dtype, world.device)  # this rank's device may lack it
+            tokenizer = start.saved["tokenizer"] if start.saved else ""
+            split = split_of(start.kind)
+            folders = open_folders(config, split, num_ids=config.vocab_size, tokenizer=tokenizer)
+            start = start._replace(folders=folders)
+        layout = choose_layout(config, world)
+        if start.ended:
+            world.run_on_master(report_finished, start, model_class)
+        with layout.explained():
+            yield start._replace(config=config, typed=typed, layout=layout, lock=lock)
 
 
-def is_sharded(start: Start) -> bool:
-    """Whether the run is sharded. Then only rank 0 ever has all weights and optimizer state, and hands them out."""
-    return start.config.shard
+def without_weights(start: Start) -> Start:
+    """What rank 0 tells the other ranks of a start. Weights and optimizer state follow when there is room for them."""
+    saved: Any = start.saved
+    if saved:
+        saved = {name: value for name, value in saved.items() if name not in LARGE_PARTS}
+    return start._replace(folders=(), saved=saved, weights=None, old_ids=None)
 
 
 def check_agreement(typed: dict[str, Any], config_class: type, per_node: set[str], *, world: World) -> None:
@@ -111,110 +142,93 @@ def check_agreement(typed: dict[str, Any], config_class: type, per_node: set[str
 # ----- The decision -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A command: its settings, and how to make a config of them."""
+def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: World) -> Start:
+    """Decide on rank 0 what this start is. asked: the preset with the typed settings applied."""
+    source = find_source(asked, typed)
+    kind, saved, model = source.kind, source.saved, source.model
+    inherited = inheritable(type(asked), source.settings)
+    if kind == BRANCH:
+        del inherited["branch_from"]
+        if has_other_data(asked, typed, source.settings):
+            del inherited["data_weights"]  # these are the shares of the parent's folders
+    # "auto" keeps an inherited choice
+    chosen = {name: value for name, value in typed.items() if value != "auto" or name not in inherited}
+    tokenizer = saved["tokenizer"] if saved else model.enc.name if model else ""
+    config, folders = make_config(inherited, chosen, world, kind=kind, tokenizer=tokenizer)
+    start = Start(kind, config, typed, folders=folders, saved=saved)
+    if saved and kind == CONTINUED:
+        refuse_another_recipe(source, config)
+        if saved["finished"]:
+            return start._replace(ended=Ended(saved["step"], logs.last_values(Path(config.out_dir, "log.txt"))))
+    elif kind == BRANCH:
+        start = start_branch(source, start)
+    if not model:
+        return start
+    say_what_is_taken_over(source, asked, typed, config=config)
+    models.config_of(type(config.model_config), model.settings)  # UserError for a setting that GPTConfig lacks
+    if kind != TUNED:  # weights that are trained further may as well be used in another way
+        source_code.check_code(model.code, type(config), source.name, goes_on=True)
+    elif not model.code and typed.keys().isdisjoint(("max_lr", "preset")):
+        note(
+            f"--max-lr is {config.max_lr:g}, as for a new model. For weights from elsewhere, 3e-5 is usual: add "
+            "--max-lr 3e-5 --min-lr 3e-6."
+        )
+    enc = folders[0].enc
+    if kind == TUNED and not models.is_tokenizer(tokenizer, enc):
+        start = start._replace(old_ids=models.ids_in(model, enc))
+    else:
+        models.check_tokenizer(tokenizer, config, enc)
+    return start if saved else start._replace(weights=model.weights)
 
-    asked: Any  # the preset with the typed settings applied
-    typed: dict[str, Any]
-    make_config: MakeConfig
-    world: World = dataclasses.field(kw_only=True)
 
-    def config(self, settings: dict[str, Any], *, without: Iterable[str] = ()) -> Any:
-        """The config of a run that inherits the settings of a checkpoint or a model, except those in `without`."""
-        inherited = inheritable(type(self.asked), settings)
-        for name in without:
-            inherited.pop(name, None)
-        # "auto" keeps an inherited choice
-        typed = {name: value for name, value in self.typed.items() if value != "auto" or name not in inherited}
-        return self.make_config(inherited, typed, self.world)
-
-
-def decide(request: Request) -> Start:
-    """Decide on rank 0 what this start is: a run that continues, a branch, a fine-tuning or a new run."""
-    asked, typed = request.asked, request.typed
+def find_source(asked: Any, typed: dict[str, Any]) -> Source:
+    """What this start begins from. UserError if the command names two sources, or one that is not there."""
     if asked.branch_from and asked.init_from:
         raise UserError("--branch-from and --init-from both name the weights to start from. Give one of them.")
     if asked.branch_from:
         check_folder_of_branch(folder_of(asked.branch_from), asked.out_dir)
     own = load_own(asked)
     if own:
-        return continue_run(own, request)
+        return Source(CONTINUED, asked.out_dir, own["config"], own, models.from_checkpoint(own))
     if asked.branch_from:
-        return start_branch(checkpoints.load_parent(asked.branch_from), request)
+        parent = checkpoints.load_parent(asked.branch_from)
+        return Source(BRANCH, asked.branch_from, parent["config"], parent, models.from_checkpoint(parent))
     if asked.init_from:
-        return start_from_model(models.load_saved_model(asked.init_from), request)
+        model = models.load_saved_model(asked.init_from)
+        kind = TUNED if asked.max_steps else EVALUATION
+        return Source(kind, asked.init_from, model.settings, model=model)
     if "out_dir" in typed and typed.keys() <= names_of(StartOptions):
         left_out = "" if asked.resume else " under --no-resume"
         raise UserError(
             f"There is no checkpoint in {asked.out_dir} to continue from{left_out}. Give the folder of a run or, to "
             f"start one there, its settings as well, such as --preset {asked.preset}."
         )
-    return Start(request.config({}), typed)
+    return Source(NEW if asked.max_steps else EVALUATION)
 
 
-def continue_run(own: Checkpoint, request: Request) -> Start:
-    """Continue the run in out_dir from its newest checkpoint, unless it is finished."""
-    config = request.config(own["config"])
-    changed = changed_settings(own["config"], config)
-    if changed:
-        refuse_another_recipe(own, config, changed)
-    if own["finished"]:
-        ended = Ended(own["step"], logs.last_values(Path(config.out_dir, "log.txt")))
-        return Start(config, request.typed, own, ended=ended)
-    say_what_is_taken_over(own["config"], config, request, source=config.out_dir)
-    model = models.from_checkpoint(own)
-    check_model(model, config, source=config.out_dir)
-    models.check_tokenizer(own["tokenizer"], config)
-    return Start(config, request.typed, own)
-
-
-def start_branch(parent: Checkpoint, request: Request) -> Start:
-    """Start a new run from another run's state, with other settings. UserError if it would have no steps left."""
-    settings, step = parent["config"], parent["step"]
-    without = ["branch_from"]
-    folders, parents = request.asked.data, settings["data"]
-    has_other_data = [*map(os.path.realpath, folders)] != [*map(os.path.realpath, parents)]
-    if has_other_data and "data" in request.typed and "data_weights" not in request.typed:
-        without.append("data_weights")  # these are the shares of the parent's folders
-    config = request.config(settings, without=without)
-    source = config.branch_from
-    say_what_is_taken_over(settings, config, request, source=source)
+def start_branch(source: Source, start: Start) -> Start:
+    """Complete the start of a branch. UserError if it would have no steps left."""
+    config, parent = start.config, source.saved
+    assert parent
+    step = parent["step"]
     if step >= config.max_steps:
         raise UserError(
-            f"The branch would end at step {config.max_steps}, but {source} has done {step} steps already. Raise "
+            f"The branch would end at step {config.max_steps}, but {source.name} has done {step} steps already. Raise "
             "--max-steps or --passes. To evaluate it, use --init-from instead of --branch-from."
         )
-    model = models.from_checkpoint(parent)
-    check_model(model, config, source=source)
-    models.check_tokenizer(parent["tokenizer"], config)
-    changed = changed_settings(settings, config)
+    changed = changed_settings(source.settings, config)
     changed.pop("branch_from", None)
-    branched = {"parent": str(folder_of(source)), "step": step, "changed": changed}
+    branched = {"parent": str(folder_of(source.name)), "step": step, "changed": changed}
     # the parent's best weights and its other checkpoints are not in the branch's folder
-    parent["best_val_loss"] = math.inf
-    parent["temporary"] = []
-    return Start(config, request.typed, parent, branched=branched)
+    fresh: Any = parent | {"best_val_loss": math.inf, "temporary": []}
+    return start._replace(saved=fresh, branched=branched)
 
 
-def start_from_model(model: models.SavedModel, request: Request) -> Start:
-    """Start a new run from a model's weights. For data with another tokenizer, it gets a row for each of its ids."""
-    config = request.config(model.settings)
-    old_ids = models.ids_in(model, config)
-    if old_ids is not None:
-        config = request.config(model.settings, without=["vocab_size"])
-    say_what_is_taken_over(model.settings, config, request, source=config.init_from)
-    models.config_of(type(config.model_config), model.settings)
-    if not config.max_steps:  # weights that are trained further may as well be used in another way
-        source_code.check_code(model.code, type(config), config.init_from, goes_on=True)
-    if not model.code and config.max_steps and request.typed.keys().isdisjoint(("max_lr", "preset")):
-        note(
-            f"--max-lr is {config.max_lr:g}, as for a new model. For weights from elsewhere, 3e-5 is usual: add "
-            "--max-lr 3e-5 --min-lr 3e-6."
-        )
-    if old_ids is None:
-        models.check_tokenizer(model.enc.name, config)
-    return Start(config, request.typed, weights=model.weights, old_ids=old_ids)
+def has_other_data(asked: Any, typed: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether a branch names other folders than its parent has, without shares for them."""
+    if "data" not in typed or "data_weights" in typed:
+        return False
+    return [*map(os.path.realpath, asked.data)] != [*map(os.path.realpath, settings["data"])]
 
 
 def load_own(asked: Any) -> Checkpoint | None:
@@ -242,8 +256,12 @@ def check_folder_of_branch(parent: Path, out_dir: str) -> None:
         )
 
 
-def refuse_another_recipe(own: Checkpoint, config: Any, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Raise UserError: the run in out_dir has another recipe than the command. changed: {setting: (then, now)}."""
+def refuse_another_recipe(source: Source, config: Any) -> None:
+    """Raise UserError if the run in out_dir has another recipe than the command."""
+    own: Any = source.saved
+    changed = changed_settings(own["config"], config)
+    if not changed:
+        return
     step = own["step"]
     told = ", ".join(f"{name} was {then!r}, now {now!r}" for name, (then, now) in changed.items())
     kind = "finished run" if own["finished"] else "run"
@@ -258,44 +276,43 @@ def refuse_another_recipe(own: Checkpoint, config: Any, changed: dict[str, tuple
     raise UserError(f"{config.out_dir} has a {kind} with other settings ({told}). {advice}")
 
 
-def say_what_is_taken_over(settings: dict[str, Any], config: Any, request: Request, *, source: str) -> None:
+def say_what_is_taken_over(source: Source, asked: Any, typed: dict[str, Any], *, config: Any) -> None:
     """Print the inherited settings that differ from the command's, unless it asks for them by a run's name alone."""
-    asked, typed = request.asked, request.typed
     preset = typed.get("preset")
-    if config.branch_from and preset and preset != settings.get("preset"):
+    if config.branch_from and preset and preset != source.settings.get("preset"):
         note(f"A branch keeps its parent's settings, not those of --preset {preset}.")
     if not preset and (config.branch_from or typed.keys() <= names_of(StartOptions)):
         return
     taken = []
-    for name, value in inheritable(type(config), settings).items():
+    for name, value in inheritable(type(config), source.settings).items():
         expected = getattr(asked, name)
         if name not in typed and value == getattr(config, name) != expected != "auto":
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             taken.append(f"{name} {shown}")
     if taken:
-        text = f"Settings inherited from {source}: {', '.join(taken)}."
+        text = f"Settings inherited from {source.name}: {', '.join(taken)}."
         print0(textwrap.fill(text, 79, break_long_words=False, break_on_hyphens=False))
 
 
-def check_model(model: models.SavedModel, config: Any, *, source: str) -> None:
-    """Raise UserError for a setting that GPTConfig does not have. Note if other code trained the model."""
-    models.config_of(type(config.model_config), model.settings)
-    source_code.check_code(model.code, type(config), source, goes_on=True)
+def check_config(config: Any, complaints: Iterable[str], world: World, *, is_wide: bool) -> Any:
+    """A TrainConfig with its dtype chosen. Raises one UserError with everything that is wrong with it.
 
-
-def check_config(config: Any, complaints: Iterable[str], world: World) -> None:
-    """Raise one UserError with everything that is wrong with a TrainConfig. complaints: the trainer's sentences."""
-    check(config, [*complaints, *complaints_here(config, world)])
+    complaints: the trainer's sentences; is_wide: see `devices.choose_dtype`.
+    """
+    found = [*complaints, *complaints_here(config, world)]
+    dtype = config.dtype
+    try:
+        dtype = devices.choose_dtype(dtype, world.device, is_wide)
+    except UserError as error:
+        found.append(str(error))
+    check(config, found)
+    return dataclasses.replace(config, dtype=dtype)
 
 
 def complaints_here(c: Any, world: World) -> Iterator[str]:
     """A sentence for each setting of a TrainConfig that is wrong on this machine or for this number of ranks."""
     T, total = c.sequence_length, c.total_batch_size
     smallest = T * world.size
-    try:
-        devices.choose_dtype(c.dtype, world.device)
-    except UserError as error:
-        yield str(error)
     if smallest > 0 and total > 0 and total % smallest:
         advice = "Try"
         if total % T == 0:
@@ -313,49 +330,67 @@ def complaints_here(c: Any, world: World) -> Iterator[str]:
 # ----- What the run starts from -------------------------------------------------------------------------
 
 
-def check_data(
-    config: Any, loader: Any, val_loaders: list[Any], *, enc: Any, num_ids: int, world: World
-) -> None:
-    """Raise UserError unless the data are complete, enough, the same on all ranks, and have at most num_ids ids."""
-    if not enc:  # a dry run without data
-        return
-    models.check_num_ids(num_ids, enc)
-    loaders = [loader] if loader else []
-    world.check_agreement(
+def check_data(start: Start, loader: Any, val_loaders: list[Any]) -> None:
+    """Raise UserError unless the data are complete, enough, the same on all ranks, and have ids of the model."""
+    config, enc = start.config, start.folders[0].enc
+    models.check_num_ids(config.vocab_size, enc)
+    start.layout.world.check_agreement(
         {
-            "the training data": [each.order.fingerprint for each in loaders],
+            "the training data": loader.order.fingerprint,
             "the validation data": [each.order.fingerprint for each in val_loaders],
             "the tokenizer": enc.name,
         }
     )
-    for folder, val_loader in zip(config.data, val_loaders):
-        splits = list(val_loader.order.splits)
-        if loader:
-            splits += [split for split in loader.order.splits if split.folder == folder]
-        shards.check_folder(folder, splits, enc)
-    if loader and not config.data_weights:  # with shares, a folder is read again as often as its share needs
+    for folder, val_loader in zip(start.folders, val_loaders):
+        own = list(val_loader.order.splits)
+        if loader.order.name == "train":
+            own += [split for split in loader.order.splits if split.folder is folder]
+        shards.check_folder(folder.path, own, meta=folder.meta, enc=enc)
+    if (
+        loader.order.name == "train" and not config.data_weights
+    ):  # with shares, a folder is read as often as needed
         options = dict(num_windows=loader.num_windows, at_least=config.total_batch_size)
         shards.check_size(" ".join(config.data), "train", loader.T, **options)
 
 
-def first_model(model_class: type, start: Start, device: torch.device, *, ranks: int = 1) -> Any:
-    """Make the model on the device, with new weights or with those that the run starts from.
+def make_model(
+    model_class: type, start: Start, prepare: Callable[[Any, Any], None], *, shard: Any, text: Any
+) -> Any:
+    """The model that the run starts with, as the ranks hold it.
 
-    ranks: how many train it. The message for a model that is too large for one rank then advises --shard.
+    prepare(model, config) sets how this run computes it; shard: see `Shared`; text: a batch of data (B, T).
     """
+    config = start.config
+
+    def first() -> Any:
+        model = first_model(model_class, start)
+        prepare(model, config)
+        return model
+
+    def empty() -> Any:
+        with memory.SkipInit():
+            model = memory.new_model(model_class, config.model_config)
+        prepare(model, config)
+        return model
+
+    return start.layout.make(first, empty, examine=examination(start, text), shard=shard)
+
+
+def examination(start: Start, text: Any) -> Callable[[Any], bool]:
+    """examine(model) for this start's model: whether a cache works for it."""
+    texts = checks.make_texts(start.folders[0].enc.n_vocab, start.config.block_size, text)
+    return functools.partial(checks.examine, texts=texts)
+
+
+def first_model(model_class: type, start: Start) -> Any:
+    """On rank 0: a new model, or one with the weights that the run starts from."""
     config = start.config.model_config
     if start.saved:
-        return model_of_checkpoint(model_class, start, start.saved["model"]).to(device)
+        return model_of_checkpoint(model_class, start, start.saved["model"])
     if start.weights is not None:
-        model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
-        return model.to(device)
-    if start.config.dry_run:  # it may be about a larger machine than this one
-        # a model that reads its initial values cannot be made without memory
-        with contextlib.suppress(Exception), torch.device("meta"), memory.SkipInit():
-            return model_class(config)
-    elif start.config.max_steps and not start.config.shard:
-        memory.check_memory(lambda: model_class(config), device, ranks=ranks)
-    return memory.new_model(model_class, config).to(device)
+        return models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
+    start.layout.check_memory(functools.partial(model_class, config))
+    return memory.new_model(model_class, config)
 
 
 def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torch.Tensor]) -> Any:
@@ -372,78 +407,17 @@ def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torc
     return model
 
 
-def sharded_model(
-    model_class: type, start: Start, shard: Callable[..., None], *, text: Any, num_ids: int, longest: int, world: World
-) -> Any:  # fmt: skip
-    """The model with its first weights, split across the ranks by shard(model, config, world).
-
-    Rank 0 makes the whole model in main memory, and examines it there: see `try_out`.
-    """
-    config = start.config
-    make_model = functools.partial(model_class, config.model_config)
-    if config.dry_run:
-        return first_model(model_class, start, world.device)
-    if config.max_steps:
-        memory.check_memory(make_model, world.device, ranks=world.size, shares=world.size)
-    whole = world.run_on_master(first_model, model_class, start, torch.device("cpu"))
-    has_cache = examine(whole, text, num_ids=num_ids, longest=longest, world=world)
-    world.run_on_master(checks.check_weights_stay, whole, num_ids)
-    try:
-        with torch.device("meta"), memory.SkipInit():
-            model = make_model()
-        shard(model, config, world)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise UserError(
-            f"--shard cannot split this model: {first_line(error)}. Change that in the model, or leave --shard out."
-        ) from None
-    from plumbing.system import sharding  # takes a second to import
-
-    sharding.fill(model, whole, world)
-    model.has_cache = has_cache
-    return model
+def try_out(trial: Trial, start: Start, text: Any) -> Fit:
+    """Find what works on this machine and the largest B that fits, and examine the model, which stays as it is."""
+    if trial.optimizers:
+        checks.check_groups(trial.raw_model, trial.optimizers)
+    return start.layout.try_out(trial, examination(start, text))
 
 
-def examine(model: Any, text: Any, *, num_ids: int, longest: int, world: World) -> bool:
-    """Whether decoding with a KV cache gives the same result. Rank 0 checks it for all.
-
-    text: a batch of validation data (B, T), or None; longest: see `try_out`.
-    """
-
-    def examination() -> bool:
-        texts = checks.texts(num_ids, longest)
-        if text is not None:
-            texts.append(text)
-        return checks.examine(model, texts)
-
-    return world.broadcast_from_master(examination)
-
-
-def try_out(
-    raw_model: Any, optimizers: list[Any], settings: dict[str, Any], *, text: Any, longest: int
-) -> tuple[Fit, bool]:
-    """Try a step and examine the model, which stays as it is. Returns (the trial's Fit, whether a cache works).
-
-    settings: the other fields of a Trial; text: a batch of validation data (B, T), or None; longest: the most tokens
-    that the model reads at once.
-    """
-    trial = Trial(raw_model, **settings)
-    config, world = trial.config, trial.world
-    checks.check_groups(raw_model, optimizers)
-    if config.dry_run:
-        return estimate(trial), True
-    if config.shard:
-        return try_sharded(trial), raw_model.has_cache
-    with undone(raw_model):
-        found = find_what_fits(trial)
-    has_cache = examine(raw_model, text, num_ids=trial.num_ids, longest=longest, world=world)
-    return found, has_cache
-
-
-def report_finished(config: Any, saved: Checkpoint, model_class: type) -> None:
-    """Say that the run is finished, and export its model again if hf/ lacks it and the code is the same.
-
-    saved: its last checkpoint.
-    """
+def report_finished(start: Start, model_class: type) -> None:
+    """Say that the run is finished, and export its model again if hf/ lacks it and the code is the same."""
+    config, saved = start.config, start.saved
+    assert saved
     out_dir, step = Path(config.out_dir), saved["step"]
     enc = models.tokenizer_of(saved)
     source_code.check_code(saved["code"], type(config), config.out_dir, goes_on=True)

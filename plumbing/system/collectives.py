@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,22 +38,3 @@ def map_shares(function: Callable[[torch.Tensor], torch.Tensor], matrices: torch
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(mapped, local)
     return mapped[: len(matrices)]
-
-
-def whole_model(model: Any) -> Any:
-    """The model itself or, if it is sharded, a full copy in evaluation mode. All ranks must call this.
-
-    With the copy, a rank can compute without the others. With the sharded model, FSDP expects the same forward passes
-    on all ranks.
-    """
-    if class_of(model) is type(model):
-        return model
-    from plumbing.system import sharding  # takes a second to import
-
-    return sharding.whole_copy(model, class_of(model))
-
-
-def class_of(model: Any) -> type:
-    """The model's class without FSDP: fully_shard replaces GPT with FSDPGPT, a subclass of FSDPModule and GPT."""
-    model_class = type(model)
-    return model_class.__bases__[1] if hasattr(model, "unshard") else model_class

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from plumbing.cli.console import UserError, count, first_line
+from plumbing.system import devices
 from plumbing.system.devices import check_kernels, choose_device, process_restored
 
 Result = TypeVar("Result")
-LARGE = 10**6  # rank 0 may keep tensors with more numbers than this to itself
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,15 @@ class World:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name()
         return str(self.device)
+
+    def free_memory(self) -> float:
+        """Free bytes for this rank; infinite if unknown."""
+        return devices.free_memory(self.device)
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether the device has memory of its own, which runs out with an error."""
+        return self.device.type == "cuda" and not torch.cuda.get_device_properties(self.device).is_integrated
 
     def gather(self, value: Result) -> list[Result]:
         """The values of all ranks, on every rank."""
@@ -82,38 +91,15 @@ class World:
             raise errors[0]
         return result
 
-    def broadcast_from_master(
-        self, action: Callable[..., Result], *args: Any, keeps: Callable[[Any], bool] = lambda result: False
-    ) -> Result:
-        """Run action(*args) on rank 0 and return its result on every rank. All ranks raise its error.
-
-        If keeps(result), rank 0 keeps its large tensors to itself: the other ranks get them on the meta device, and
-        `fetch` gets the real ones.
-        """
+    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
+        """Run action(*args) on rank 0 and return its result on every rank. All ranks raise its error."""
         result: Any = self.run_on_master(action, *args)
         if self.size == 1:
             return result
         # its tensors, also those in tuples, lists and dicts, are broadcast one by one afterwards
         message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)]
         dist.broadcast_object_list(message)
-        kept = keeps(message[0])
-
-        def share(tensor: torch.Tensor) -> torch.Tensor:
-            if kept and tensor.numel() > LARGE:
-                return tensor
-            return self.broadcast(tensor)
-
-        return tree_map_only(torch.Tensor, share, result if self.is_master else message[0])
-
-    def fetch(self, value: Any) -> Any:
-        """`value` on every rank, with the large tensors that rank 0 has kept to itself. All ranks must call this."""
-
-        def share(tensor: torch.Tensor) -> torch.Tensor:
-            if self.size > 1 and tensor.numel() > LARGE:
-                return self.broadcast(tensor)
-            return tensor
-
-        return tree_map_only(torch.Tensor, share, value)
+        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else message[0])
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""
@@ -122,6 +108,36 @@ class World:
             shared.copy_(tensor)
         dist.broadcast(shared, 0)
         return tensor if self.is_master else shared.cpu()
+
+
+@dataclass(frozen=True)
+class ImaginedWorld(World):
+    """The ranks of another machine, of which a dry run gives an account: each does what this process would do."""
+
+    real: World = World()
+    gpu_memory: float = 0.0  # of each, in bytes; 0: this machine's
+
+    @property
+    def device_name(self) -> str:
+        if self.gpu_memory:
+            return f"GPU of {self.gpu_memory / 1e9:g} GB"
+        return self.real.device_name
+
+    def free_memory(self) -> float:
+        return self.gpu_memory or self.real.free_memory()
+
+    @property
+    def has_own_memory(self) -> bool:
+        return self.gpu_memory > 0 or self.real.has_own_memory
+
+    def gather(self, value: Result) -> list[Result]:
+        return [value] * self.size
+
+    def run_on_master(self, action: Callable[..., Result], *args: Any) -> Result | None:
+        return self.real.run_on_master(action, *args)
+
+    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
+        return self.real.broadcast_from_master(action, *args)
 
 
 # srun and mpirun say in these how many processes they have started, but not where those can meet

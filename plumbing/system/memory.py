@@ -8,8 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from plumbing.cli.console import UserError
-from plumbing.system import devices
-from plumbing.system.distributed import environment_number
+from plumbing.system.distributed import World, environment_number
 
 
 class SkipInit(TorchFunctionMode):
@@ -34,26 +33,45 @@ def count_parameters(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def check_memory(make_model: Callable[[], Any], device: torch.device, *, ranks: int, shares: int = 1) -> None:
-    """Raise UserError if a model is too large to train on a device. The check takes no memory for its weights.
+def check_memory(make_model: Callable[[], Any], world: World, *, shares: int) -> None:
+    """Raise UserError if a model is too large to train. The check takes no memory for its weights.
 
-    ranks: the run's number of ranks; shares: the number of ranks across which the model is split.
+    shares: the number of ranks across which the model is split.
     """
     try:
         with torch.device("meta"), SkipInit():
             parameters = count_parameters(make_model())
     except Exception:  # a model that reads its initial values cannot be made on the meta device
         return
-    available = devices.free_memory(device)
+    available = world.free_memory()
     needed = 16 * parameters / shares
     if needed > available:
         advice = "Use a smaller model, or a larger device."
-        if shares < ranks:
-            advice = f"Add --shard: then each of the {ranks} ranks needs {needed / ranks / 2**30:,.1f} GiB."
+        if shares < world.size:
+            advice = (
+                f"Add --shard: then each of the {world.size} ranks needs {needed / world.size / 2**30:,.1f} GiB."
+            )
         raise UserError(
             f"This model is too large: training takes 16 bytes for each parameter, {needed / 2**30:,.1f} GiB here, but "
             f"{available / 2**30:,.1f} GiB are free. {advice}"
         )
+
+
+def state_bytes(optimizer: Any) -> float:
+    """A guess at the bytes of an optimizer's state: two numbers per parameter, as AdamW has, unless its class has
+    numbers_per_parameter.
+    """
+    total = 0
+    for group in optimizer.param_groups:
+        total += sum(p.nbytes for p in group["params"])
+    return getattr(optimizer, "numbers_per_parameter", 2) * total
+
+
+def training_bytes(model: Any, optimizers: list[Any]) -> float:
+    """The bytes of a model's weights, their gradients and the optimizers' state, on all ranks together."""
+    weights = sum(p.nbytes for p in model.parameters())
+    gradients = weights if optimizers else 0
+    return weights + gradients + sum(map(state_bytes, optimizers))
 
 
 def count_kept_bytes(
@@ -87,13 +105,12 @@ def count_kept_bytes(
     return max(0, num_bytes), result
 
 
-def bound_on_B(kept_bytes: int, state_bytes: float, device: torch.device) -> int:
+def bound_on_B(kept_bytes: int, state_bytes: float, world: World) -> int:
     """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process.
 
-    kept_bytes: for each sequence; state_bytes: for gradients and optimizer state.
+    kept_bytes: for each sequence; state_bytes: for gradients and optimizer state, and weights that are not there yet.
     """
-    free = devices.free_memory(device) - state_bytes
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).is_integrated:
-        # main memory runs out without an error, and a step needs more than it keeps
+    free = world.free_memory() - state_bytes
+    if not world.has_own_memory:  # main memory runs out without an error, and a step needs more than it keeps
         free /= 2 * environment_number("LOCAL_WORLD_SIZE", 1)
     return max(1, int(min(free / max(1, kept_bytes), 2**30)))  # free may be infinite

@@ -4,18 +4,132 @@ Rank 0 makes the whole model in its main memory and hands each rank its rows. A 
 run can continue sharded, on another number of ranks, or in DDP. All of this leaves an unsharded model unchanged.
 """
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from plumbing.cli.console import UserError, first_line, is_out_of_memory
+from plumbing.system import trial
 from plumbing.system.distributed import World
+from plumbing.system.layout import Make, Whole, extra_state
 from plumbing.system.memory import SkipInit
+
+
+class Like(NamedTuple):
+    """Stands for a tensor of rank 0 on the other ranks."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Shared(Whole):
+    """Each rank holds its share of the weights, and so of the gradients and the optimizer state."""
+
+    def __init__(self, world: World):
+        super().__init__(world)
+        self.shares = world.size
+
+    @property
+    def copies(self) -> int:
+        return 1
+
+    def make(
+        self, first: Make, empty: Make, *, examine: Callable[[Any], bool], shard: Callable[[Any, World], None]
+    ) -> Any:
+        """See Whole. Rank 0 makes the whole model in its main memory, where examine(model) says whether a cache works
+        for it; shard(model, world) splits it with FSDP.
+        """
+        whole = self.world.run_on_master(first)
+        has_cache = self.world.broadcast_from_master(examine, whole)
+        self.world.run_on_master(check_weights_stay, whole)
+        try:
+            with torch.device("meta"):
+                model = empty()
+            shard(model, self.world)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"--shard cannot split this model: {first_line(error)}. Change that in the model, or leave "
+                "--shard out."
+            ) from None
+        fill(model, whole, self.world)
+        model.has_cache = has_cache
+        return model
+
+    def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
+        return trial.try_sharded(attempt)
+
+    def whole_model(self, model: Any) -> Any:
+        return whole_copy(model, class_of(model), self.world.device)
+
+    def model_to_export(self, model: Any) -> Any:
+        return whole_copy(model, class_of(model), "cpu" if self.world.is_master else "meta")
+
+    def whole_tensor(self, tensor: Any) -> torch.Tensor:
+        return tensor.full_tensor()
+
+    def gathered(self, state: Any) -> Any:
+        return gathered(state, "cpu" if self.world.is_master else "meta")
+
+    def hand_out_optimizer(self, state: Any, parameters: list[Any]) -> dict[str, Any]:
+        return shard_state(state, parameters, self.world)
+
+    def check(self, state: dict[str, Any]) -> None:
+        for optimizer in state["optimizer"]:
+            if "state" not in optimizer:
+                raise UserError(
+                    "--shard needs optimizers whose state_dict() has state and param_groups, as torch's have. This one "
+                    f"has {', '.join(map(str, optimizer))}. Leave --shard out."
+                )
+        for name, values in state["own"].items():
+            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(values)):
+                raise UserError(
+                    f"Parts.own[{name!r}] has shards of the model's weights, which no resume could split again. "
+                    "Leave it out, or train without --shard."
+                )
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        try:
+            yield
+        except AssertionError as error:
+            if "FSDP" not in str(error):
+                raise
+            raise UserError(
+                f"--shard: {first_line(error)}. Leave --shard out, or change the code that needs this."
+            ) from None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                "Memory runs out. Halve --batch-size or, if a whole copy of the model does not fit, add "
+                "--hellaswag-every 0 --sample-every 0."
+            ) from None
+
+
+def class_of(model: Any) -> type:
+    """The model's class without FSDP: fully_shard replaces GPT with FSDPGPT, a subclass of FSDPModule and GPT."""
+    return type(model).__bases__[1]
+
+
+def check_weights_stay(model: Any) -> None:
+    """Raise UserError if a forward pass in training writes into the weights: FSDP would drop what it writes."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    idx = torch.zeros(1, min(16, model.config.block_size), dtype=torch.long)
+    with trial.undone(model), torch.no_grad():
+        model.train()
+        model(idx)
+        written = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    if written:
+        raise UserError(
+            f"The model writes into {written[0]} in its forward pass, and --shard would lose that. Leave --shard out."
+        )
 
 
 def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
@@ -44,11 +158,6 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
         model.load_state_dict(extra, strict=False)
 
 
-def extra_state(whole: nn.Module) -> dict[str, Any]:
-    """The entries of a state dict that are not tensors: see torch's get_extra_state."""
-    return {name: value for name, value in whole.state_dict().items() if not isinstance(value, torch.Tensor)}
-
-
 def shard_tensor(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor:
     """Split rank 0's whole tensor like the sharded parameter p. The other ranks read only its shape and dtype."""
     like = p if tensor is None else tensor
@@ -62,24 +171,33 @@ def shard_tensor(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Ten
     return full
 
 
-def shard_state(state: dict[str, Any], parameters: list[torch.Tensor], world: World) -> dict[str, Any]:
-    """Split an optimizer's state dict like its parameters. Only rank 0 has the large tensors in it.
+def shard_state(state: dict[str, Any] | None, parameters: list[torch.Tensor], world: World) -> dict[str, Any]:
+    """Split rank 0's state dict of an optimizer like its parameters.
 
     A tensor is split by rows if it has as many rows as its parameter. An average over columns has.
     """
-    shared = {}
-    for number, values in state["state"].items():
-        shared[number] = dict(values)
+
+    def shapes() -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda tensor: Like(tensor.shape, tensor.dtype), (state or {})["state"]
+        )
+
+    def others() -> dict[str, Any]:
+        return {name: value for name, value in (state or {}).items() if name != "state"}
+
+    shared: dict[Any, Any] = {}
+    for number, likes in world.broadcast_from_master(shapes).items():
+        shared[number] = dict(likes)
         p = parameters[number] if isinstance(number, int) else None
-        for name, value in values.items():
-            if not isinstance(value, torch.Tensor):
+        for name, like in likes.items():
+            if not isinstance(like, Like):
                 continue
-            if isinstance(p, DTensor) and value.dim() > 0 and value.size(0) == p.size(0):
-                shared[number][name] = shard_tensor(value, p, world)
-            else:
-                shared[number][name] = world.fetch(value)
-    others = {name: value for name, value in state.items() if name != "state"}
-    return world.fetch(others) | {"state": shared}
+            value = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            if state:
+                value = state["state"][number][name]
+            is_by_rows = isinstance(p, DTensor) and value.dim() > 0 and value.size(0) == p.size(0)
+            shared[number][name] = shard_tensor(value, p, world) if is_by_rows else world.broadcast(value)
+    return world.broadcast_from_master(others) | {"state": shared}
 
 
 def gathered(state: Any, device: torch.device | str) -> Any:
@@ -95,22 +213,16 @@ def gathered(state: Any, device: torch.device | str) -> Any:
     return tree_map_only(DTensor, gather, state)
 
 
-def gathered_on_master(state: Any, world: World) -> Any:
-    """`state` with whole tensors in rank 0's main memory instead of sharded ones. All ranks must call this."""
-    return gathered(state, "cpu" if world.is_master else "meta")
-
-
-def whole_copy(model: Any, model_class: type) -> Any:
-    """A whole copy of a sharded model, in evaluation mode. All ranks must call this."""
+def whole_copy(model: Any, model_class: type, device: torch.device | str) -> Any:
+    """A whole copy of a sharded model on a device, in evaluation mode. All ranks must call this."""
     with torch.device("meta"), SkipInit():
         copy = model_class(model.config)
-    device = next(model.parameters()).device
     with torch.no_grad():
         # the model's own load_state_dict may take other arguments
         nn.Module.load_state_dict(copy, gathered(model.state_dict(), device), strict=False, assign=True)
     for name, buffer in model.named_buffers():  # also those that no state dict has
         owner, _, attribute = name.rpartition(".")
-        copy.get_submodule(owner)._buffers[attribute] = buffer
+        copy.get_submodule(owner)._buffers[attribute] = buffer.to(device)
     copy.has_cache = model.has_cache
     return copy.eval()
 

@@ -32,18 +32,19 @@ TOO_LARGE = (
 
 
 class Trial(NamedTuple):
-    """Everything that a trial step needs. In an evaluation only the forward pass is tried."""
+    """Everything that a trial step needs. Without optimizers, only the forward pass is tried."""
 
     raw_model: Any
-    wrap: Callable[..., Any]  # wrap(raw_model, config, world) makes the model to train
+    optimizers: list[Any]
+    wrap: Callable[..., Any]  # wrap(raw_model, config, layout) makes the model to train
     autocast: Callable[..., Any]  # autocast(config, world) is the context of a forward pass
     num_ids: int
     config: Any
-    world: World
+    layout: Any  # a Whole
 
     @property
-    def trains(self) -> bool:
-        return self.config.max_steps > 0
+    def world(self) -> World:
+        return self.layout.world
 
     @property
     def compiles(self) -> bool:
@@ -73,7 +74,12 @@ class Trial(NamedTuple):
     def wrapped(self, *, compiled: bool) -> Any:
         """The model to train, with torch.compile or without it."""
         config = dataclasses.replace(self.config, compile=compiled)
-        return self.wrap(self.raw_model, config, self.world)
+        return self.wrap(self.raw_model, config, self.layout)
+
+    def run_micro_step(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = self.loss(model, x, y)
+        if self.optimizers:
+            loss.backward()
 
     def count_kept_bytes(self, model: Any, batch: torch.Tensor) -> tuple[int, torch.Tensor]:
         """(the bytes that the forward pass of a sequence keeps for the backward pass, its loss)."""
@@ -86,12 +92,9 @@ class Trial(NamedTuple):
         """The largest B that may fit on each rank, up to --batch-size."""
         if self.compiles:
             kept_bytes //= 3  # compiled, GPT-2 keeps less than half as much
-        state_bytes = 0.0
-        if self.trains:  # gradients and AdamW's two moments; the weights are there already
-            state_bytes = 12.0 * memory.count_parameters(self.raw_model)
-        if self.config.shard:
-            state_bytes /= self.world.size
-        bounds = self.world.gather(memory.bound_on_B(kept_bytes, state_bytes, self.world.device))
+        needed = memory.training_bytes(self.raw_model, self.optimizers)
+        needed -= sum(p.nbytes for p in self.raw_model.parameters() if not p.is_meta)  # these are there already
+        bounds = self.world.gather(memory.bound_on_B(kept_bytes, needed / self.layout.shares, self.world))
         return largest_divisor(self.windows_per_rank, at_most=min(self.config.batch_size, *bounds))
 
 
@@ -121,20 +124,20 @@ def find_what_fits(trial: Trial) -> Fit:
         prepare_gpu(config.sequence_length, world)
         if torch.backends.cuda.cudnn_sdp_enabled():
             optional.append("cuDNN's attention")
-    given_up: dict[str, str] = {}  # {name: reason}
     # one sequence without torch.compile first, so that torch.compile does not hide a mistake in the model
     eager = [name for name in optional if name != COMPILED]
-    tried = attempt(functools.partial(try_sequence, trial), trial, eager, given_up=given_up)
+    tried, given_up = attempt(functools.partial(try_sequence, trial), trial, eager)
     if not tried:
         raise UserError(TOO_LARGE)
     kept_bytes, unused = tried
-    optional = [name for name in optional if name not in given_up]
     B = trial.choose_B(kept_bytes)
     while True:
         work = memory.count_parameters(raw_model) * B * config.sequence_length
         if trial.compiles or (world.device.type == "cpu" and work > SLOW_WORK):
             print0(f"Trying B = {B}, which may take minutes.")
-        tried = attempt(functools.partial(try_step, trial, optional, B), trial, optional, given_up=given_up)
+        optional = [name for name in optional if name not in given_up]
+        tried, also_given_up = attempt(functools.partial(try_step, trial, B), trial, optional)
+        given_up |= also_given_up
         if tried:
             break
         if B == 1:
@@ -151,7 +154,7 @@ def find_what_fits(trial: Trial) -> Fit:
     return Fit(
         model=model,
         B=B,
-        compiled=COMPILED in optional,
+        compiled=trial.compiles and COMPILED not in given_up,
         attention=devices.enabled_attention(world.device.type),
         given_up=list(given_up),
         kept_bytes=kept_bytes,
@@ -159,17 +162,18 @@ def find_what_fits(trial: Trial) -> Fit:
     )
 
 
-def attempt(action: Callable[[], Any], trial: Trial, optional: list[str], *, given_up: dict[str, str]) -> Any:
-    """Return action(), or None if memory runs out on any rank.
+def attempt(action: Callable[[list[str]], Any], trial: Trial, optional: list[str]) -> tuple[Any, dict[str, str]]:
+    """Return (action(optional), what was given up for it). Without a result, if memory runs out on any rank.
 
-    Whenever it fails, the last name in `optional` moves to `given_up`, with the reason. If it still fails when none is
-    left, the error is the model's, and is raised.
+    Whenever it fails, the last name in `optional` is given up: {name: the reason}. If it still fails when none is left,
+    the error is the model's, and is raised.
     """
+    given_up: dict[str, str] = {}
     world = trial.world
     while True:
         result = error = None
         try:
-            result = action()
+            result = action(optional)
         except UserError:
             raise
         except Exception as caught:  # torch.compile may raise anything
@@ -178,19 +182,19 @@ def attempt(action: Callable[[], Any], trial: Trial, optional: list[str], *, giv
         trial.raw_model.zero_grad(set_to_none=True)
         outcome = world.max_over_ranks(outcome_of(error))
         if outcome == FITS:
-            return result
+            return result, given_up
         result = None  # frees DDP's buckets as well
         torch._dynamo.reset()  # it gives up after 8 compilations of a function, failed ones included
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
-            return None
+            return None, given_up
         if not optional:
             raise error or UserError("A training step failed on another rank, which says why.")
         name = optional[-1]
         if outcome == NOT_COMPILED and COMPILED in optional:
             name = COMPILED
-        optional.remove(name)
+        optional = [other for other in optional if other != name]
         given_up[name] = "on another rank"
         if error:
             given_up[name] = f"{type(error).__name__}: {first_line(error)}"
@@ -256,8 +260,8 @@ def undone(model: Any) -> Iterator[None]:
                     buffer.copy_(buffers[name])
 
 
-def try_sequence(trial: Trial) -> tuple[int, list[str]]:
-    """Try one sequence. Returns (the bytes that its forward pass keeps for the backward pass, unused parameters).
+def try_sequence(trial: Trial, optional: list[str]) -> tuple[int, list[str]]:
+    """Try one sequence without torch.compile. Returns (the bytes that its forward pass keeps, unused parameters).
 
     The latter are the names of parameters on which the loss does not depend. Only DDP needs them.
     """
@@ -265,7 +269,7 @@ def try_sequence(trial: Trial) -> tuple[int, list[str]]:
     batch = trial.random_batch(1)
     before = devices.random_state(device)
     kept_bytes, loss = trial.count_kept_bytes(model, batch)
-    if trial.world.size == 1 or not trial.trains:
+    if trial.layout.copies == 1 or not trial.optimizers:
         return kept_bytes, []
     draws = not torch.equal(before, devices.random_state(device))
     unused = unused_parameters(model, loss)
@@ -320,9 +324,7 @@ def try_sharded(trial: Trial) -> Fit:
     model = trial.wrapped(compiled=trial.compiles)
     buffers = {name: buffer.clone() for name, buffer in trial.raw_model.named_buffers()}
     try:
-        loss = trial.loss(trial.raw_model, *trial.random_batch(1))
-        if trial.trains:
-            loss.backward()
+        trial.run_micro_step(trial.raw_model, *trial.random_batch(1))
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         if is_out_of_memory(error):
             raise UserError(TOO_LARGE) from None
@@ -337,27 +339,23 @@ def try_sharded(trial: Trial) -> Fit:
     return found._replace(model=model, compiled=trial.compiles, attention=attention)
 
 
-def try_step(trial: Trial, optional: list[str], B: int) -> tuple[Any, float]:
+def try_step(trial: Trial, B: int, optional: list[str]) -> tuple[Any, float]:
     """Try a step. Returns (the model to train, compiled if that is in `optional`; a micro-step's seconds on a CPU)."""
-    world = trial.world
     began = 0.0
     model = trial.wrapped(compiled=COMPILED in optional)
     reserved = []
-    if trial.trains:
+    if trial.optimizers:
         # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks, the
         # trial's gradients and DDP's buckets take one of them; in a step these share their memory
         reserved += [torch.empty_like(p) for p in trial.raw_model.parameters()]
-        if world.size == 1:
+        if trial.layout.copies == 1:
             reserved += [torch.empty_like(p) for p in trial.raw_model.parameters()]
     x, y = trial.random_batch(B)
     for _ in range(min(2, trial.windows_per_rank // B)):  # the second one starts with gradients
         began = time.perf_counter()
         # no_sync: a rank that fails here would leave the others waiting in the all-reduce
-        with model.no_sync() if world.size > 1 else contextlib.nullcontext():
-            loss = trial.loss(model, x, y)
-            if trial.trains:
-                loss.backward()
-            del loss
+        with model.no_sync() if trial.layout.copies > 1 else contextlib.nullcontext():
+            trial.run_micro_step(model, x, y)
     del reserved
     return model, time.perf_counter() - began
 
