@@ -290,6 +290,7 @@ def test_every_flag_that_the_readme_names_is_one_of_a_program():
     programs = (bench, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer, plumbing.run.compare)
     options = [train_gpt2.TrainConfig] + [program.Options for program in programs]
     known = {"--index-url", "--help", "--no-compile", "--no-resume"}
+    known |= {"--signals-to-handle"}  # of torchrun since torch 2.10
     for option in options:
         known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(option)}
     known |= {*re.findall("--[a-z-]+", get_args_parser().format_help())}  # torchrun's
