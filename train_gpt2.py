@@ -861,9 +861,10 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
     B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
     num_targets = max(1, loader.count_targets(num_windows))
-    losses = []
+    losses, counts = [], []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
+        # leave out more targets here, if you like: y[...] = IGNORE_INDEX
         # as no_sync() does: only the last micro-step all-reduces the gradients. With FSDP every one does, because whole
         # gradients may not fit
         if parts.layout.copies > 1:
@@ -873,10 +874,18 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
             _, loss = model(x, y, return_logits=False)
         # micro-batches with 10 and 30 targets weigh 1 and 3, so that their sum becomes the mean over the step's
         # targets; times the world size, because DDP averages over the ranks
-        loss = loss * ((y != IGNORE_INDEX).sum() * world.size / num_targets)
+        count = (y != IGNORE_INDEX).sum()
+        loss = loss * (count * world.size / num_targets)
         parts.scaler.scale(loss).backward()
         losses.append(loss.detach())
-    return torch.stack(losses)
+        counts.append(count)
+    # num_targets is what the files have. If the loop has left out more, this makes it the mean over the others
+    found = sum_over_ranks(torch.stack(counts).sum(), world)
+    share = num_targets / found.clamp(min=1)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(share)
+    return torch.stack(losses) * share
 
 
 def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
@@ -901,7 +910,8 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
         scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(parts.model.parameters(), config.grad_clip or math.inf)
     norm = parts.layout.whole_tensor(norm)
-    # one all-reduce per step in addition to DDP's, and one copy to the host (more with float16; Muon also all-gathers)
+    # with that of the targets, two small all-reduces per step in addition to DDP's, and one copy to the host (more with
+    # float16; Muon also all-gathers)
     sums = torch.stack([losses.sum(), torch.full_like(losses[0], len(signals))])
     sums = sum_over_ranks(sums, world)
     loss_sum, num_signals, norm = torch.cat([sums, norm[None]]).tolist()

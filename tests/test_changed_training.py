@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 import train_gpt2
 from plumbing.system.distributed import join_ranks
 
@@ -194,6 +195,23 @@ def test_rows_of_a_batch_that_depend_on_one_another_are_said(name, changed):
     said = changed(ROWS[name]).train(max_steps=1)
     assert "depend on the other rows of its batch" in said
     assert "depend on later tokens" not in said
+
+
+@pytest.mark.parametrize("options", [dict(), dict(ranks=2), dict(ranks=2, shard=True)])
+def test_targets_that_the_loop_leaves_out_do_not_count(options, changed, data, out, tmp_path):
+    """Loss and gradient are those of the mean over the other half, taken at once."""
+    train(data, tmp_path / "whole", max_steps=1)
+    read = "        x, y = loader.next_batch(B)\n"
+    start = dict(init_from=tmp_path / "whole", max_steps=1, batch_size=2, shuffle=False)
+    changed({read: read + "        y[:, ::2] = IGNORE_INDEX\n"}).train(**start, **options)
+    model, _ = train_gpt2.load_model(str(tmp_path / "whole"))
+    x, y = train_gpt2.DataLoaderLite(str(data), "train", 8, 16).next_batch()
+    y[:, ::2] = train_gpt2.IGNORE_INDEX
+    loss = F.cross_entropy(model(x)[0].mT, y)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert losses(out)[0] == pytest.approx(loss.item(), rel=1e-5)
+    assert float(read_log(out, "norm")[0]) == pytest.approx(norm.item(), rel=1e-4)
 
 
 def test_gradients_that_no_checkpoint_has_are_said(changed):
