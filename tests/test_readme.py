@@ -101,7 +101,7 @@ JOURNEYS = {
 TORCHRUN = "torchrun --standalone --nproc-per-node="
 TEXTS = [*MY_TEXTS, "--checkpoint-every", "1"]
 JOURNEYS["an operator of a cluster"] = {
-    TORCHRUN + "8 train_gpt2.py --preset gpt2-xl --shard --dry-run": TEXTS,
+    "python train_gpt2.py --preset gpt2-xl --shard --dry-run --gpus 16": [],
     TORCHRUN + "8 train_gpt2.py": TEXTS,
     TORCHRUN + "8 train_gpt2.py --preset gpt2-xl --shard": TEXTS,
     TORCHRUN + "8 --max-restarts=2 --log-dir=ranks --tee=3 train_gpt2.py": TEXTS,
