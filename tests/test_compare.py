@@ -358,25 +358,9 @@ def test_a_name_with_brackets_a_log_and_its_folder_are_the_same_run(name, tmp_pa
     assert compare.read_group(name).ends == {1: 4.0}
 
 
-NANOGPT = """\
-number of parameters: 0.80M
-step 0: train loss 4.1676, val loss 4.1649
-iter 0: loss 4.1828, time 4251.39ms, mfu -100.00%
-step 2: train loss 3.2411, val loss 3.2488
-saving checkpoint to out
-iter 2: loss 3.2196, time 3311.05ms, mfu 0.01%
-"""
-
-
 def streams(pattern):
     [run] = logs.find_runs(str(pattern))
     return {name: [*zip(steps, values)] for name, (steps, values) in run.streams.items()}
-
-
-def test_what_nanogpt_prints_is_a_log(tmp_path):
-    (tmp_path / "nanogpt.txt").write_text(NANOGPT, encoding="utf-8")
-    expected = {"train": [(0, 4.1828), (2, 3.2196)], "val": [(0, 4.1649), (2, 3.2488)]}
-    assert streams(tmp_path / "nanogpt.txt") == expected
 
 
 def test_the_log_of_a_killed_run_is_read(tmp_path, capsys):

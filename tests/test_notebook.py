@@ -302,15 +302,6 @@ def test_build_nanogpts_log_is_drawn_by_steps_with_the_loss_to_beat(tmp_path, ru
     assert 3.2924 in [line.get_ydata()[0] for line in ax.lines]
 
 
-def test_what_nanogpt_prints_is_drawn_without_a_loss_to_beat(tmp_path, run_cells):
-    """Its tokens may be characters."""
-    printed = "step 0: train loss 4.2, val loss 4.2\niter 0: loss 4.2, time 9.9ms, mfu 1.00%\n"
-    (tmp_path / "nanogpt.txt").write_text(printed, encoding="utf-8")
-    names = run_cells()
-    names["plot_loss"](names["logs"].find_runs("nanogpt.txt"))
-    assert labels() == ["nanogpt.txt, validation 4.200"]
-
-
 @pytest.mark.parametrize(
     "data, vocab_size, is_drawn",
     [(["edu_fineweb10B"], 50304, True), ("texts", 50304, False), (["edu_fineweb10B"], 320, False)],

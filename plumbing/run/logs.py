@@ -30,10 +30,6 @@ from plumbing.run.commands import training_command
 
 NUMBER = r"(-?\d{1,15}(?:\.\d{1,15})?(?:e[+-]\d{2,3})?|-?inf|nan)"
 LINE = re.compile(rf"(\d{{1,15}}) ([\w/.-]+) {NUMBER}\n", re.ASCII)
-# nanoGPT prints "step 250: train loss 2.6230, val loss 2.6341" and "iter 250: loss 2.6230, time 31.07ms, ..."
-NANOGPT = re.compile(
-    rf"(?:step|iter) (\d{{1,15}}): (?:train )?loss {NUMBER},(?: val loss {NUMBER}\n)?", re.ASCII
-)
 
 NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # characters that the name of a stream cannot have
 
@@ -41,34 +37,18 @@ NO_NAME = re.compile(r"[^\w/.-]", re.ASCII)  # characters that the name of a str
 
 
 def read_log(path: Name, before: float = math.inf) -> Iterator[tuple[int, str, float]]:
-    """Yield (step, stream, value) for each line below step `before`. Leave out damaged lines, with a warning.
-
-    nanoGPT's console output is read as a log as well.
-    """
+    """Yield (step, stream, value) for each line below step `before`. Leave out damaged lines, with a warning."""
     damaged = 0
-    is_nanogpts = False
     line = "\n"
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:
         for line in file:
             match = LINE.fullmatch(line)
-            printed = None if match else NANOGPT.match(line)
-            if match:
-                values = {match[2]: match[3]}
-            elif printed:
-                is_nanogpts = True
-                match = printed
-                values = {"train": printed[2], "val": printed[3]}
-            else:
+            if not match:
                 damaged += 1
-                continue
-            step = int(match[1])
-            if step >= before:
-                continue
-            for stream, value in values.items():
-                if value:
-                    yield step, stream, float(value)
+            elif int(match[1]) < before:
+                yield int(match[1]), match[2], float(match[3])
     is_cut_short = not line.endswith("\n")  # by a crash
-    if damaged > is_cut_short and not is_nanogpts:  # nanoGPT prints other lines as well
+    if damaged > is_cut_short:
         print(f"warning: {count(damaged, 'damaged line')} of {path} left out.", flush=True)
 
 
@@ -165,7 +145,7 @@ def torchrun_id() -> str:
 
 @dataclasses.dataclass(eq=False)
 class Logged:
-    """A run that has a log. Without a run.txt (nanoGPT and build-nanogpt write none), only its streams are known."""
+    """A run that has a log. Without a run.txt (build-nanogpt writes none), only its streams are known."""
 
     folder: Path  # or a log file of any name
     starts: list[dict[str, Any]]  # from read_starts
