@@ -31,7 +31,9 @@ SPLIT = pre_tokenizers.Split(Regex(GPT4), "isolated")
 AFTER_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-def in_a_class(folder, pre_tokenizer, special, *, trainer=trainers.BpeTrainer, model=models.BPE, normalizer=None):
+def in_a_class(
+    folder, pre_tokenizer, special, *, trainer=trainers.BpeTrainer, model=models.BPE, normalizer=None, **settings
+):
     """Save a tokenizer of the package tokenizers in transformers' own class. The last special token ends a text."""
     made = Tokenizer(model())
     made.pre_tokenizer = pre_tokenizer
@@ -40,7 +42,7 @@ def in_a_class(folder, pre_tokenizer, special, *, trainer=trainers.BpeTrainer, m
         made.normalizer = normalizer
     options = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special, show_progress=False)
     made.train_from_iterator(corpus(), trainer(vocab_size=600, **options))
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[-1]).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=special[-1], **settings).save_pretrained(folder)
 
 
 def in_its_own_class(folder, save):
@@ -87,7 +89,7 @@ def test_a_byte_level_bpe_gives_its_makers_ids(maker, tmp_path):
 
 
 NOT_BYTE_LEVEL = {
-    '"add_prefix_space": true': (pre_tokenizers.ByteLevel(add_prefix_space=True), {}),
+    '"add_prefix_space": true': (pre_tokenizers.ByteLevel(add_prefix_space=True), dict(add_prefix_space=True)),
     "Digits": (pre_tokenizers.Sequence([pre_tokenizers.Digits(), BYTE_LEVEL]), {}),
     "Metaspace": (pre_tokenizers.Metaspace(), {}),  # as sentencepiece's
     "NFKC": (BYTE_LEVEL, dict(normalizer=normalizers.NFKC())),
@@ -171,5 +173,5 @@ def test_a_chat_model_keeps_its_tokenizer_and_adds_the_markers(german, tmp_path)
     export_huggingface(extended, enc, tmp_path / "hf")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizers.render_conversation(talk("Hi ", "caf\u00e9"), enc)[0]
-    assert theirs.apply_chat_template(talk("Hi ", "caf\u00e9"))["input_ids"] == ids
+    assert theirs.apply_chat_template(talk("Hi ", "caf\u00e9"), return_dict=True)["input_ids"] == ids
     assert ids[0] == theirs.eos_token_id
