@@ -97,10 +97,10 @@ def begin(
         # an evaluation gets its own folder, because the model's run is often in the default one
         typed = typed | {"out_dir": f"{asked.out_dir}/eval"}
         asked = dataclasses.replace(asked, out_dir=typed["out_dir"])
-    world = imagined(asked, world)
     per_node = {field.name for field in dataclasses.fields(config_class) if is_per_node(field)}
     if world.size > 1:
         check_agreement(typed, config_class, per_node, world=world)
+    world = imagined(asked, world)
     lock = world.run_on_master(lock_folder, asked.out_dir)  # before anything in the folder is read
     with lock or contextlib.nullcontext():
         own = world.run_on_master(decide, asked, typed, make_config, world)
