@@ -330,7 +330,7 @@ def test_the_names_of_a_checkpoints_code_steer_no_terminal(said_of_code):
 def test_what_a_checkpoint_and_a_folder_hold_steers_no_terminal(finished, folder, out, tmp_path):
     path = shutil.copy(finished, tmp_path)
     change_checkpoint(path, lambda content: content["config"].update(sample_prompt="\x1b[2J", init_from="\x9b2J"))
-    said = train(folder, out, branch_from=path, max_steps=2)
+    said = train(folder, out, branch_from=path, max_steps=2, preset="gpt2")
     (out / "\x1b[31mred-01234567.py").touch()  # the name of a trainer's copy
     said += train(folder, out, max_steps=1, resume=False)
     assert "sample_prompt \\x1b[2J" in said
