@@ -29,6 +29,7 @@ Muon (Jordan et al. 2024) for the speedrun's optimizer.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -703,8 +704,12 @@ def autocast(config, world):
 
     So do LayerNorm and softmax on a GPU; a CPU computes them in bfloat16.
     """
-    name = "bfloat16" if config.dtype == "fp8" else config.dtype
-    return torch.autocast(world.device.type, getattr(torch, name), enabled=name != "float32")
+    return torch.autocast(world.device.type, matmul_dtype(config), enabled=config.dtype != "float32")
+
+
+def matmul_dtype(config):
+    """The dtype of matmuls; with fp8, all but the output layer's."""
+    return getattr(torch, "bfloat16" if config.dtype == "fp8" else config.dtype)
 
 
 def sum_over_ranks(tensor, world):
@@ -813,6 +818,10 @@ def evaluate(step, parts: Parts, run):
     def is_due_now(every):
         return is_due(step, every, last) and not run.stopping
 
+    @functools.cache
+    def whole_parts():
+        return parts._replace(raw_model=layout.whole_model(parts.raw_model))
+
     parts.raw_model.eval()
     if is_due_now(config.val_every):
         model = parts.model.module if layout.copies > 1 else parts.model
@@ -823,13 +832,13 @@ def evaluate(step, parts: Parts, run):
         run.log_val_loss(step, mean, by_folder=losses)
     if is_due_now(config.hellaswag_every):
         with run.evaluation():
-            counts = evaluate_hellaswag(parts._replace(raw_model=layout.whole_model(parts.raw_model)))
+            counts = evaluate_hellaswag(whole_parts())
         accuracy = counts.acc_norm / counts.n
         run.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
     # add your own evaluation here, like HellaSwag's: the stream that it reports is logged, plotted and compared
     if is_due_now(config.sample_every):
         if step > 0 or last:  # before the first step, samples would be noise
-            whole = parts._replace(raw_model=layout.whole_model(parts.raw_model))
+            whole = whole_parts()
             if world.rank == 0:
                 run.log_samples(step, generate_samples(whole))
     parts.raw_model.train()
@@ -1039,19 +1048,24 @@ def load_data(start):
     return loader, [load([folder], "val") for folder in start.folders]  # no seed: always the same windows
 
 
-def shard(model, world):
+def shard(model, world, config):
     """Share out a model's weights, and so gradients and optimizer state, over the ranks: FSDP2 (Zhao et al. 2023).
 
     A block's weights are gathered before its forward pass and before its backward pass, and freed after each. All
     others stay gathered from the forward pass to the end of the backward pass.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # takes a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
     mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy()
+    # under autocast alone, autograd would keep a copy of each weight on every rank. A CPU's LayerNorm takes no float16
+    if config.dtype != "float32" and (world.device.type, config.dtype) != ("cpu", "float16"):
+        dtype = matmul_dtype(config)
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in dict.fromkeys(model.transformer.h):  # a model may use one block several times
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)  # embeddings and the final norm stay in float32
 
 
 def set_computation(model, config):
@@ -1069,6 +1083,9 @@ def wrap(raw_model, config, layout):
     With DDP, every rank must use every parameter in every step.
     """
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
+    if config.compile and layout.shares > 1:  # FSDP's hooks and checkpoint() hide the blocks from torch.compile
+        for block in dict.fromkeys(raw_model.transformer.h):
+            block.compile(dynamic=False)
     if layout.copies > 1:
         # subtle: the first call compiles inside DDP, which splits the graph at its gradient buckets, so that their
         # all-reduces overlap with the backward pass. Larger buckets than DDP's 25 MB leave fewer graphs to compile

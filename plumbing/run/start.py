@@ -29,8 +29,8 @@ from plumbing.run.huggingface import is_export_of
 from plumbing.run.options import StartOptions, changed_settings, inheritable, is_per_node, names_of
 from plumbing.run.run import Ended, export
 from plumbing.system import devices, memory
-from plumbing.system.distributed import World
-from plumbing.system.layout import choose_layout, imagined
+from plumbing.system.distributed import ImaginedWorld, World
+from plumbing.system.layout import Imagined, Whole, imagined
 from plumbing.system.trial import Fit, Trial
 
 NEW, CONTINUED, BRANCH, TUNED, EVALUATION = "new run", "continued run", "branch", "fine-tuning", "evaluation"
@@ -120,6 +120,20 @@ def begin(
             world.run_on_master(report_finished, start, model_class)
         with layout.explained():
             yield start._replace(config=config, typed=typed, layout=layout, lock=lock)
+
+
+def choose_layout(config: Any, world: World) -> Whole:
+    """How the ranks hold the model of this TrainConfig."""
+    is_shared = config.shard and world.size > 1
+    if config.shard and not is_shared:
+        note("--shard splits a model across ranks. With a single process there is nothing to split.")
+    if isinstance(world, ImaginedWorld):
+        return Imagined(world, shares=world.size if is_shared else 1)
+    if not is_shared:
+        return Whole(world)
+    from plumbing.system import sharding  # takes a second to import
+
+    return sharding.Shared(world)
 
 
 def without_weights(start: Start) -> Start:
@@ -373,13 +387,19 @@ def make_model(
         prepare(model, config)
         return model
 
-    return start.layout.make(first, empty, examine=examination(start, text), shard=shard)
+    split = functools.partial(shard, config=config)
+    return start.layout.make(first, empty, examine=examination(start, text), shard=split)
 
 
 def examination(start: Start, text: Any) -> Callable[[Any], bool]:
     """examine(model) for this start's model: whether a cache works for it."""
-    texts = checks.make_texts(start.folders[0].enc.n_vocab, start.config.block_size, text)
-    return functools.partial(checks.examine, texts=texts)
+
+    def examine(model: Any) -> bool:
+        # made here, because the random numbers before the model decide its weights
+        texts = checks.make_texts(start.folders[0].enc.n_vocab, start.config.block_size, text)
+        return checks.examine(model, texts)
+
+    return examine
 
 
 def first_model(model_class: type, start: Start) -> Any:

@@ -96,10 +96,15 @@ class World:
         result: Any = self.run_on_master(action, *args)
         if self.size == 1:
             return result
+        shapes = self.broadcast_shapes(result)
         # its tensors, also those in tuples, lists and dicts, are broadcast one by one afterwards
-        message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), result)]
+        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else shapes)
+
+    def broadcast_shapes(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank, with its tensors on the meta device."""
+        message = [tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)]
         dist.broadcast_object_list(message)
-        return tree_map_only(torch.Tensor, self.broadcast, result if self.is_master else message[0])
+        return message[0]
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank, on the CPU; the other ranks pass one of the same shape and dtype."""

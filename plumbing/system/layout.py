@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli.console import UserError, note
+from plumbing.cli.console import UserError
 from plumbing.system import memory, trial
 from plumbing.system.distributed import ImaginedWorld, World
 
@@ -41,7 +41,7 @@ class Whole:
         if self.world.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), 0)
-            extra = self.world.broadcast_from_master(extra_state, model)
+            extra = self.world.broadcast_from_master(trial.extra_state, model)
             if extra:
                 model.load_state_dict(extra, strict=False)
         return model
@@ -104,11 +104,6 @@ class Imagined(Whole):
         return trial.estimate(attempt)
 
 
-def extra_state(model: torch.nn.Module) -> dict[str, Any]:
-    """The entries of a state dict that are not tensors: see torch's get_extra_state."""
-    return {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
-
-
 def imagined(asked: Any, world: World) -> World:
     """The ranks that a command is about: in a dry run, --gpus of them, on any machine."""
     if not asked.dry_run:
@@ -124,17 +119,3 @@ def imagined(asked: Any, world: World) -> World:
         real=world,
         gpu_memory=asked.gpu_memory * 1e9,
     )
-
-
-def choose_layout(config: Any, world: World) -> Whole:
-    """How the ranks hold the model of this TrainConfig."""
-    is_shared = config.shard and world.size > 1
-    if config.shard and not is_shared:
-        note("--shard splits a model across ranks. With a single process there is nothing to split.")
-    if isinstance(world, ImaginedWorld):
-        return Imagined(world, shares=world.size if is_shared else 1)
-    if not is_shared:
-        return Whole(world)
-    from plumbing.system import sharding  # takes a second to import
-
-    return sharding.Shared(world)

@@ -6,7 +6,7 @@ run can continue sharded, on another number of ranks, or in DDP. All of this lea
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from plumbing.cli.console import UserError, first_line, is_out_of_memory
 from plumbing.system import trial
 from plumbing.system.distributed import World
-from plumbing.system.layout import Make, Whole, extra_state
+from plumbing.system.layout import Make, Whole
 from plumbing.system.memory import SkipInit
-
-
-class Like(NamedTuple):
-    """Stands for a tensor of rank 0 on the other ranks."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class Shared(Whole):
@@ -153,7 +146,7 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
             if whole:
                 buffer.copy_(whole.get_buffer(name))
             dist.broadcast(buffer, 0)
-    extra = world.broadcast_from_master(extra_state, whole)
+    extra = world.broadcast_from_master(trial.extra_state, whole)
     if extra:
         model.load_state_dict(extra, strict=False)
 
@@ -176,28 +169,22 @@ def shard_state(state: dict[str, Any] | None, parameters: list[torch.Tensor], wo
 
     A tensor is split by rows if it has as many rows as its parameter. An average over columns has.
     """
-
-    def shapes() -> Any:
-        return tree_map_only(
-            torch.Tensor, lambda tensor: Like(tensor.shape, tensor.dtype), (state or {})["state"]
-        )
-
-    def others() -> dict[str, Any]:
-        return {name: value for name, value in (state or {}).items() if name != "state"}
-
-    shared: dict[Any, Any] = {}
-    for number, likes in world.broadcast_from_master(shapes).items():
-        shared[number] = dict(likes)
+    source = state or {}
+    shapes = world.broadcast_shapes(source)
+    if not world.is_master:
+        source = shapes
+    shared = tree_map_only(torch.Tensor, world.broadcast, {**source, "state": {}})
+    for number, values in source["state"].items():
+        shared["state"][number] = dict(values)
         p = parameters[number] if isinstance(number, int) else None
-        for name, like in likes.items():
-            if not isinstance(like, Like):
+        for name, value in values.items():
+            if not isinstance(value, torch.Tensor):
                 continue
-            value = torch.empty(like.shape, dtype=like.dtype, device="meta")
-            if state:
-                value = state["state"][number][name]
             is_by_rows = isinstance(p, DTensor) and value.dim() > 0 and value.size(0) == p.size(0)
-            shared[number][name] = shard_tensor(value, p, world) if is_by_rows else world.broadcast(value)
-    return world.broadcast_from_master(others) | {"state": shared}
+            shared["state"][number][name] = (
+                shard_tensor(value, p, world) if is_by_rows else world.broadcast(value)
+            )
+    return shared
 
 
 def gathered(state: Any, device: torch.device | str) -> Any:

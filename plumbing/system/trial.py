@@ -90,8 +90,10 @@ class Trial(NamedTuple):
 
     def choose_B(self, kept_bytes: int) -> int:
         """The largest B that may fit on each rank, up to --batch-size."""
-        if self.compiles:
-            kept_bytes //= 3  # compiled, GPT-2 keeps less than half as much
+        if self.compiles and self.layout.shares == 1:
+            kept_bytes //= (
+                3  # compiled, GPT-2 keeps a tenth less, other models less than half; B is halved if it fails
+            )
         needed = memory.training_bytes(self.raw_model, self.optimizers)
         needed -= sum(p.nbytes for p in self.raw_model.parameters() if not p.is_meta)  # these are there already
         bounds = self.world.gather(memory.bound_on_B(kept_bytes, needed / self.layout.shares, self.world))
@@ -319,24 +321,37 @@ def estimate(trial: Trial) -> Fit:
 
 
 def try_sharded(trial: Trial) -> Fit:
-    """Estimate B for a sharded model, and try one sequence: the ranks would hang if one of them ran out of memory."""
+    """Estimate B for a sharded model, and try a micro-step of it: all ranks run out of memory alike."""
+    config, world, raw_model = trial.config, trial.world, trial.raw_model
+    if world.device.type == "cuda":
+        prepare_gpu(config.sequence_length, world)
     found = estimate(trial)
     model = trial.wrapped(compiled=trial.compiles)
-    buffers = {name: buffer.clone() for name, buffer in trial.raw_model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
+    extra = copy.deepcopy(extra_state(raw_model))
     try:
-        trial.run_micro_step(trial.raw_model, *trial.random_batch(1))
+        trial.run_micro_step(model, *trial.random_batch(found.B))
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
         if is_out_of_memory(error):
-            raise UserError(TOO_LARGE) from None
+            if found.B == 1:
+                raise UserError(TOO_LARGE) from None
+            raise UserError(f"With B = {found.B} memory runs out. Add --batch-size {found.B // 2}.") from None
         raise UserError(
             f"--shard cannot train this model: {first_line(error)}. A block's parameters must be used in its own "
             "forward pass only. Change that in the model, or leave --shard out."
         ) from None
-    trial.raw_model.zero_grad(set_to_none=True)
-    for name, buffer in trial.raw_model.named_buffers():
+    raw_model.zero_grad(set_to_none=True)
+    for name, buffer in raw_model.named_buffers():
         buffer.copy_(buffers[name])
-    attention = devices.enabled_attention(trial.world.device.type)
+    if extra:
+        raw_model.load_state_dict(extra, strict=False)
+    attention = devices.enabled_attention(world.device.type)
     return found._replace(model=model, compiled=trial.compiles, attention=attention)
+
+
+def extra_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The entries of a state dict that are not tensors: see torch's get_extra_state."""
+    return {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
 
 
 def try_step(trial: Trial, B: int, optional: list[str]) -> tuple[Any, float]:
