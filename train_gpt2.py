@@ -835,7 +835,8 @@ def evaluate(step, parts: Parts, run):
             counts = evaluate_hellaswag(whole_parts())
         accuracy = counts.acc_norm / counts.n
         run.report(step, f"HellaSwag {counts.acc_norm}/{counts.n} = {accuracy:.4f}", {"hella": accuracy})
-    # add your own evaluation here, like HellaSwag's: the stream that it reports is logged, plotted and compared
+    # add your own evaluation here, with val_batches or like HellaSwag's. The stream that it reports is logged, plotted
+    # and compared
     if is_due_now(config.sample_every):
         if step > 0 or last:  # before the first step, samples would be noise
             whole = whole_parts()

@@ -24,7 +24,8 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from corpora import write_parquet
-from harness import ROOT, elastic_worker, examples_file, flags, run, status_of
+from edits import Changed
+from harness import ROOT, elastic_worker, examples_file, flags, make_shards, read_log, run, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OPERATIONS = (ROOT / "OPERATIONS.md").read_text(encoding="utf-8")
@@ -142,6 +143,21 @@ def commands():
     for text in found:
         parts += [part.strip() for part in re.split(" && |; ", text.replace("$seed", "1"))]
     return [part for part in dict.fromkeys(parts) if part.startswith(PROGRAMS)]
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("options", [dict(), dict(ranks=2, shard=True)])
+def test_the_evaluation_of_ones_own_counts_the_targets_alone(options, out, tmp_path):
+    """Of the 32 windows of a validation, in file order, by the model of the last step."""
+    data = make_shards(tmp_path / "masked", masks=True)
+    [code] = re.findall(r"^```python\n(    if is_due_now.*?)```", README, re.DOTALL | re.MULTILINE)
+    comment = "    # add your own evaluation here"
+    Changed(tmp_path, data, {comment: code + comment}).train(shuffle=False, **options)
+    model, _ = train_gpt2.load_model(str(out))
+    x, y = train_gpt2.DataLoaderLite(str(data), "val", 32, 16).next_batch()
+    hits = model(x)[0].argmax(-1) == y
+    expected = hits.sum() / (y != train_gpt2.IGNORE_INDEX).sum()
+    assert float(read_log(out, "accuracy")[12]) == pytest.approx(expected.item(), abs=1e-4)
 
 
 def blocks():

@@ -1,15 +1,17 @@
 """The account of a run, said before its first step: its numbers are those of the run."""
 
 import re
+from unittest import mock
 
 import pytest
 import train_gpt2
 from plumbing.cli.console import UserError
+from plumbing.data import shards
 from plumbing.run.summary import size
 from plumbing.system import devices
 
 from edits import ADAMW
-from harness import at_steps, make_shards, refusal_of, run, tiny_flags, train
+from harness import at_steps, flags, make_shards, patched, refusal_of, run, tiny_flags, train
 
 
 def rows_of(printed):
@@ -43,6 +45,34 @@ def test_the_account_of_gpt2(tmp_path, monkeypatch):
     assert said["compute"] == "8.5e+18 FLOPs: 19h on an A100, 2.4h on 8, at 40% of their peak"
     assert said["memory"].startswith("2.0 GB for weights, gradients and optimizer")
     assert said["disk"] == "2 checkpoints of 1.5 GB, 498 MB for hf/"
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("shard, memory, free", [(True, "3.1 GB", True), (False, "25 GB", False)])
+def test_an_account_answers_for_another_machine(shard, memory, free, tmp_path, monkeypatch):
+    """By hand: 1,557,686,400 parameters of 16 bytes, on 8 cards of 24 GB or in shares of an eighth."""
+    monkeypatch.chdir(tmp_path)
+    typed = dict(preset="gpt2-xl", device="cpu", gpus=8, gpu_memory=24, shard=shard)
+    _, printed, _ = refusal_of(train_gpt2.main, *flags(**typed), "--dry-run")
+    said = rows_of(printed)
+    assert said["model"].startswith("1,557,686,400 parameters on 8 x GPU of 24 GB")
+    assert said["memory"].startswith(f"{memory} for weights, gradients and optimizer")
+    assert "* ranks 8 *" in said["step"]
+    assert ("more than the 24 GB free" in printed) != free
+
+
+def test_another_machine_is_asked_about_in_a_dry_run_only(dry_run):
+    assert "add --dry-run" in refusal_of(train_gpt2.main, *tiny_flags("none", "out", gpus=2))[2]
+
+
+@pytest.mark.parametrize("max_steps", [12, 24])
+def test_a_start_reads_what_a_folder_says_of_itself_once(max_steps, data, out):
+    """A new run, and one that continues."""
+    train(data, out, max_steps=max_steps)
+    (out / "model_00012.pt").unlink(missing_ok=True)
+    with patched(shards, "read_meta", mock.Mock(side_effect=shards.read_meta)):
+        train(data, out, max_steps=max_steps)
+        assert shards.read_meta.call_count == 1
 
 
 def test_the_account_is_that_of_the_run(data, out):
