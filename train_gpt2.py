@@ -609,7 +609,8 @@ class Muon(torch.optim.Optimizer):
             rows, cols = params[0].shape
             rows //= group["split"]
             stacks = torch.stack(grads)  # (len(params), split * rows, cols)
-            updates = map_over_ranks(orthogonalize, stacks, rows=rows).unbind()  # one per parameter
+            stacks = map_over_ranks(orthogonalize, stacks, rows=rows)
+            updates = [stacks[i] for i in range(len(params))]  # torch 2.8 unbinds no sharded tensor
             # rows > cols: an orthogonal update changes outputs by only sqrt(cols / rows) as much as a square one
             scale = max(1, rows / cols) ** 0.5
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

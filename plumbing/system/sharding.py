@@ -132,7 +132,7 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
         aliases.setdefault(id(p), []).append(name)
     for module in model.modules():
         if isinstance(module, FSDPModule) and dist.get_backend() == "gloo":
-            module.set_force_sum_reduction_for_comms(True)  # before torch 2.9, gloo returns a sum for an average
+            module.set_force_sum_reduction_for_comms(True)  # in torch 2.8, gloo returns a sum for an average
     model.to_empty(device=world.device)
     for first, *others in aliases.values():
         for other in others:
