@@ -91,9 +91,8 @@ class Trial(NamedTuple):
     def choose_B(self, kept_bytes: int) -> int:
         """The largest B that may fit on each rank, up to --batch-size."""
         if self.compiles and self.layout.shares == 1:
-            kept_bytes //= (
-                3  # compiled, GPT-2 keeps a tenth less, other models less than half; B is halved if it fails
-            )
+            # compiled, GPT-2 keeps a tenth less, but other models less than half. Where that is too much, B is halved
+            kept_bytes //= 3
         needed = memory.training_bytes(self.raw_model, self.optimizers)
         needed -= sum(p.nbytes for p in self.raw_model.parameters() if not p.is_meta)  # these are there already
         bounds = self.world.gather(memory.bound_on_B(kept_bytes, needed / self.layout.shares, self.world))
