@@ -345,8 +345,11 @@ class GPT(nn.Module):
                 else:  # past block_size every token gets a new position, so nothing cached is valid
                     x = self.hidden_states(idx[:, -block_size:])
             logits = self.logits(x[:, -1])[:, :vocab_size].float()  # (B, vocab_size)
-            seen = logits.gather(1, idx)
-            logits.scatter_(1, idx, torch.where(seen < 0, seen * repetition_penalty, seen / repetition_penalty))
+            if repetition_penalty != 1:
+                seen = logits.gather(1, idx)
+                logits.scatter_(
+                    1, idx, torch.where(seen < 0, seen * repetition_penalty, seen / repetition_penalty)
+                )
             if temperature:
                 next_ids = sample_ids(logits / temperature, **sampling)
             else:
@@ -872,7 +875,8 @@ def accumulate_gradients(parts: Parts, num_windows: int, scalars: dict[str, Any]
     B = math.gcd(num_windows // world.size, loader.B)
     grad_accum_steps = num_windows // (B * world.size)
     num_targets = max(1, loader.count_targets(num_windows))
-    losses, counts = [], []
+    counts = []
+    losses = []
     for micro_step in range(grad_accum_steps):
         x, y = loader.next_batch(B)
         # leave out more targets here, if you like: y[...] = IGNORE_INDEX

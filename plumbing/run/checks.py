@@ -59,8 +59,8 @@ def examine(model: Any, texts: Texts, *, is_new: bool = True) -> bool:
         if is_new:
             faults = faults_of(model, long[:1], copies=on_gpu or parameters <= COPIED_PARAMETERS)
         T = long.size(1)
-        # a long prompt and single tokens; single tokens and several at once
-        has_cache = is_cache_right(model, long, hidden, places=[max(0, T - 3), max(0, T - 2)])
+        # a long text behind one token, and a token behind that; one token, two and one
+        has_cache = is_cache_right(model, long, hidden, places=[1, max(1, T - 1)])
         has_cache = has_cache and is_cache_right(model, short, model.hidden_states(short), places=[1, 3])
         if (faults or not has_cache) and not is_close(model.hidden_states(long), hidden):
             note(

@@ -382,8 +382,7 @@ def make_model(
         return model
 
     def empty() -> Any:
-        with memory.SkipInit():
-            model = memory.new_model(model_class, config.model_config)
+        model = memory.new_model(model_class, config.model_config)
         prepare(model, config)
         return model
 

@@ -43,7 +43,7 @@ class Shared(Whole):
         has_cache = self.world.broadcast_from_master(examine, whole)
         self.world.run_on_master(check_weights_stay, whole)
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), SkipInit():
                 model = empty()
             shard(model, self.world)
         except (RuntimeError, ValueError, NotImplementedError) as error:
