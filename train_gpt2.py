@@ -1055,7 +1055,7 @@ def load_data(start):
 
 
 def shard(model, world, config):
-    """Share out a model's weights, and so gradients and optimizer state, over the ranks: FSDP2 (Zhao et al. 2023).
+    """Split a model's weights, and so gradients and optimizer state, across the ranks: FSDP2 (Zhao et al. 2023).
 
     A block's weights are gathered before its forward pass and before its backward pass, and freed after each. All
     others stay gathered from the forward pass to the end of the backward pass.

@@ -280,6 +280,7 @@ def test_a_line_of_the_users_in_samples_txt_stays(folder, straight, stopped):
 def test_whatever_a_scheduler_can_be_told_to_send_stops_a_run(name):
     """By signal(7), these end a process that does not catch them. Later they do so again."""
     number = signal.Signals[f"SIG{name}"]
+    signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     before = signal.getsignal(number)
     with Signals() as signals:
         os.kill(os.getpid(), number)
