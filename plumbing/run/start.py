@@ -162,9 +162,9 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     kind, saved, model = source.kind, source.saved, source.model
     inherited = inheritable(type(asked), source.settings)
     if kind == BRANCH:
-        del inherited["branch_from"]
+        inherited.pop("branch_from", None)
         if has_other_data(asked, typed, source.settings):
-            del inherited["data_weights"]  # these are the shares of the parent's folders
+            inherited.pop("data_weights", None)  # these are the shares of the parent's folders
     # "auto" keeps an inherited choice
     chosen = {name: value for name, value in typed.items() if value != "auto" or name not in inherited}
     tokenizer = saved["tokenizer"] if saved else model.enc.name if model else ""
@@ -360,9 +360,8 @@ def check_data(start: Start, loader: Any, val_loaders: list[Any]) -> None:
         if loader.order.name == "train":
             own += [split for split in loader.order.splits if split.folder is folder]
         shards.check_folder(folder.path, own, meta=folder.meta, enc=enc)
-    if (
-        loader.order.name == "train" and not config.data_weights
-    ):  # with shares, a folder is read as often as needed
+    # with shares, a folder is read as often as needed
+    if loader.order.name == "train" and not config.data_weights:
         options = dict(num_windows=loader.num_windows, at_least=config.total_batch_size)
         shards.check_size(" ".join(config.data), "train", loader.T, **options)
 
