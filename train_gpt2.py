@@ -86,6 +86,8 @@ class Recipe(GPTConfig):
     # the schedule
     max_steps: int = 19073  # optimizer steps (gpt2: 10B tokens / 0.5M per step); 0: evaluate only
     passes: float = 0.0  # passes over the training data, instead of --max-steps; 0: use --max-steps
+    # tokens for each parameter, instead of --max-steps: 20 are best for the compute (Hoffmann et al. 2022)
+    tokens_per_parameter: float = 0.0
     warmup_steps: int = 715  # steps of linear warmup (gpt2: GPT-3's 375M tokens)
     max_lr: Positive[float] = 6e-4  # peak learning rate (gpt2: GPT-3 Small's); with Muon, AdamW's
     min_lr: float = 6e-5  # final rate of the cosine; wsd ignores it
@@ -170,7 +172,7 @@ from plumbing.run.divergence import diverged
 from plumbing.run.run import open_report, open_run
 from plumbing.run.start import EVALUATION, TUNED, begin, check_config, check_data, make_model, split_of, try_out
 from plumbing.run.summary import print_account
-from plumbing.system import kernels
+from plumbing.system import kernels, memory
 from plumbing.system.collectives import map_over_ranks
 from plumbing.system.devices import seed_random_numbers
 from plumbing.system.distributed import World, join_ranks
@@ -546,10 +548,14 @@ def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Rec
     console.note(f"{text}.")
 
 
-def steps_for_passes(config: TrainConfig, folders: Sequence[Folder]) -> int:
-    """The number of steps, at least 1, that read the training data config.passes times."""
-    loader = DataLoaderLite(folders, "train", 1, config.sequence_length)
-    tokens = config.passes * loader.num_windows * loader.T
+def count_steps(config: TrainConfig, folders: Sequence[Folder]) -> int:
+    """The number of steps, at least 1, that read the tokens of --passes or of --tokens-per-parameter."""
+    if config.passes:
+        loader = DataLoaderLite(folders, "train", 1, config.sequence_length)
+        tokens = config.passes * loader.num_windows * loader.T
+    else:
+        model = memory.imagine(lambda: GPT(config.model_config))
+        tokens = config.tokens_per_parameter * memory.count_parameters(model)
     seen = steps = 0
     while seen < min(tokens, config.batch_ramp):
         seen += get_batch_size(seen, config)
@@ -989,11 +995,10 @@ def complaints(
             f"A batch ramp grows in steps of {RAMP_STEP:,} tokens. {smallest} (--sequence-length x ranks) must divide "
             "that number, and --total-batch-size must be a multiple of it. Change these, or leave out --batch-ramp."
         )
-    if c.passes:
-        if typed.get("max_steps"):
-            yield "--passes and --max-steps both set the length of the run. Give one of them."
-        if weights:
-            yield "--passes has no meaning with --data-weights: the folders' epochs differ. Give --max-steps instead."
+    if bool(c.passes) + bool(c.tokens_per_parameter) + bool(typed.get("max_steps")) > 1:
+        yield "--passes, --tokens-per-parameter and --max-steps set the length of the run. Give one of them."
+    if c.passes and weights:
+        yield "--passes has no meaning with --data-weights: the folders' epochs differ. Give --max-steps instead."
     for name in ("beta1", "beta2", "muon_momentum"):
         if not 0 <= getattr(c, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be 0 or more and below 1."
@@ -1034,11 +1039,11 @@ def make_config(
         if kind == TUNED or not vocab_size:
             vocab_size = max(vocab_size, math.ceil(enc.n_vocab / 64) * 64)  # 50,304 for 50,257
     c = dataclasses.replace(c, vocab_size=vocab_size)
-    if c.passes and kind != EVALUATION:
-        steps = steps_for_passes(c, folders)
+    if (c.passes or c.tokens_per_parameter) and kind != EVALUATION:
+        steps = count_steps(c, folders)
         # the warmup is at most a tenth of the run
         c = dataclasses.replace(c, max_steps=steps, warmup_steps=min(c.warmup_steps, steps // 10))
-    return dataclasses.replace(c, passes=0.0), folders
+    return dataclasses.replace(c, passes=0.0, tokens_per_parameter=0.0), folders
 
 
 def load_data(start):

@@ -233,9 +233,9 @@ def printed_commands(text):
 
 
 def tiny_flags(data, out_dir, **changes):
-    """The tiny run's flags with these changes. With passes, they say how long it is, instead of max_steps."""
+    """The tiny run's flags with these changes. Passes and the like say how long it is, instead of max_steps."""
     options = TINY | changes
-    if "passes" in changes:
+    if {"passes", "tokens_per_parameter"} & changes.keys():
         options.pop("max_steps")
     return flags(data=data, out_dir=out_dir, **options)
 

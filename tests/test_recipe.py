@@ -119,6 +119,7 @@ OTHER_VALUES = dict(
     val_tokens=256,
     max_steps=5,
     passes=0.2,
+    tokens_per_parameter=0.02,
     warmup_steps=2,
     max_lr=2e-3,
     min_lr=1e-3,
@@ -203,12 +204,13 @@ def test_a_setting_of_the_recipe_that_is_changed_alone_changes_the_losses(name, 
     assert any(differ(read_log(out_dir, stream), read_log(other_dir, stream)) for stream in streams)
 
 
-# where it is not "... was 0.1, now 0.2": the weights say so first, and passes are a number of steps
+# where it is not "... was 0.1, now 0.2": the weights say so first, and two settings are a number of steps
 REFUSED_AS = {
     "n_layer": "--n-layer is 3",
     "n_head": "--n-head is 4",
     "n_embd": "--n-embd is 48",
     "passes": "max_steps was",
+    "tokens_per_parameter": "max_steps was",
 }
 
 
@@ -506,10 +508,15 @@ def test_passes_read_as_many_tokens_as_they_say_also_where_they_end_in_a_batch_r
         passes=passes,
     )
     read = size = 0
-    for _ in range(train_gpt2.steps_for_passes(config, [large])):
+    for _ in range(train_gpt2.count_steps(config, [large])):
         size = get_batch_size(read, config)
         read += size
     assert abs(read - passes * 3 * 2**16) <= size
+
+
+def test_twenty_tokens_for_each_of_gpt2s_parameters():
+    """2,489,518,080 for its 124,475,904, with 50,304 rows in the embedding: 4,748.4 steps of 524,288."""
+    assert train_gpt2.count_steps(TrainConfig(tokens_per_parameter=20), []) == 4748
 
 
 def test_an_evaluation_has_no_use_for_passes(run_of, out):

@@ -118,6 +118,7 @@ OTHER_TRAINERS = {
     "There are no config files: --preset names a set of flags, and a shell script can keep your own.": "config",
     "--wandb, or plot log.txt with play.ipynb": "tensorboard report-to",
     "--passes": "num-train-epochs num-epochs epochs",
+    "--tokens-per-parameter": "target-param-data-ratio",
     "--max-lr": "learning-rate lr",
     "--val-every": "eval-interval eval-every eval-steps val-loss-every",
     "--val-tokens": "eval-iters",

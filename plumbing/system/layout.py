@@ -96,9 +96,7 @@ class Imagined(Whole):
         """The account says what fits."""
 
     def make(self, first: Make, empty: Make, *, examine: Any, shard: Any) -> Any:
-        with contextlib.suppress(Exception), torch.device("meta"), memory.SkipInit():
-            return first()
-        return first()  # a model that reads its initial values cannot be made without memory
+        return memory.imagine(first)
 
     def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
         return trial.estimate(attempt)

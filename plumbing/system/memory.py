@@ -33,6 +33,13 @@ def count_parameters(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def imagine(make_model: Callable[[], Any]) -> Any:
+    """Make a model that takes no memory, unless it reads its initial values, which must be real."""
+    with contextlib.suppress(Exception), torch.device("meta"), SkipInit():
+        return make_model()
+    return make_model()
+
+
 def check_memory(make_model: Callable[[], Any], world: World, *, shares: int) -> None:
     """Raise UserError if a model is too large to train. The check takes no memory for its weights.
 
