@@ -177,7 +177,7 @@ from plumbing.system.collectives import map_over_ranks
 from plumbing.system.devices import seed_random_numbers
 from plumbing.system.distributed import World, join_ranks
 from plumbing.system.layout import Whole
-from plumbing.system.trial import Fit, Trial
+from plumbing.system.trial import Fit
 
 # ----- Model --------------------------------------------------------------------------------------------
 
@@ -529,23 +529,6 @@ def get_lr(step: int, config: Recipe) -> float:
     progress = min(1.0, (step - config.warmup_steps) / decay_steps)
     coefficient = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + coefficient * (config.max_lr - config.min_lr)
-
-
-def note_jump_of_rate(step: int, lr: float, before: float | None, *, config: Recipe) -> None:
-    """Note if the learning rate jumps where a branch starts, or never decays although its schedule could.
-
-    before: the rate of the parent's last step; None unless the run is a new branch.
-    """
-    if before is None:
-        return
-    never_decays = config.schedule == "wsd" and config.decay_fraction == 0
-    if 0.5 < lr / before < 2 and not never_decays:
-        return
-    text = f"The learning rate was {before:.2g} before the branch and is {lr:.2g} now"
-    if never_decays:
-        fraction = (config.max_steps - step) / config.max_steps
-        text += f", and stays there to the end. With --decay-fraction {fraction:.4g} it would decay from here on"
-    console.note(f"{text}.")
 
 
 def count_steps(config: TrainConfig, folders: Sequence[Folder]) -> int:
@@ -961,10 +944,8 @@ def train_step(step: int, parts: Parts, signals: Sequence[int]) -> Step:
 # ----- The run ------------------------------------------------------------------------------------------
 
 
-def complaints(
-    c: TrainConfig, inherited: dict[str, Any], typed: dict[str, Any], *, world: World
-) -> Iterator[str]:
-    """A sentence for each thing that is wrong with the recipe. flags.check finds the numbers out of range."""
+def complaints(c: TrainConfig, inherited: dict[str, Any], world: World) -> Iterator[str]:
+    """A sentence for each thing that is wrong with the recipe. `check_config` finds the rest."""
     if min(c.n_head, c.n_embd) > 0 and c.n_embd % c.n_head:
         divisors = [n for n in range(c.n_embd, 0, -1) if c.n_embd % n == 0]
         heads = min(divisors, key=lambda n: abs(n - c.n_head))
@@ -972,15 +953,6 @@ def complaints(
         yield f"--n-embd {c.n_embd} is not a multiple of --n-head {c.n_head}. Try --n-head {heads} or --n-embd {width}."
     if c.sequence_length > c.block_size:
         yield f"--sequence-length {c.sequence_length} is above --block-size {c.block_size}. Lower the first one."
-    folders = {os.path.realpath(folder) for folder in c.data}
-    if len(folders) < len(c.data):
-        yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and set shares with --data-weights."
-    weights = c.data_weights
-    if weights:
-        one_each = len(weights) == len(c.data)
-        if not one_each or min(weights) < 0 or not 0 < sum(weights) < math.inf:
-            found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
-            yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
     for name in ("n_layer", "n_head", "n_embd"):  # new ids and positions can be added, see GPT.extend
         value = getattr(c, name)
         if inherited.get(name, value) != value:
@@ -995,10 +967,6 @@ def complaints(
             f"A batch ramp grows in steps of {RAMP_STEP:,} tokens. {smallest} (--sequence-length x ranks) must divide "
             "that number, and --total-batch-size must be a multiple of it. Change these, or leave out --batch-ramp."
         )
-    if bool(c.passes) + bool(c.tokens_per_parameter) + bool(typed.get("max_steps")) > 1:
-        yield "--passes, --tokens-per-parameter and --max-steps set the length of the run. Give one of them."
-    if c.passes and weights:
-        yield "--passes has no meaning with --data-weights: the folders' epochs differ. Give --max-steps instead."
     for name in ("beta1", "beta2", "muon_momentum"):
         if not 0 <= getattr(c, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(c, name)}, but it must be 0 or more and below 1."
@@ -1022,7 +990,7 @@ def make_config(
     c = TrainConfig(**vars(preset) | inherited | typed)
     if "sequence_length" not in typed:  # the preset's may be too long for a model
         c = dataclasses.replace(c, sequence_length=min(c.sequence_length, c.block_size))
-    c = check_config(c, complaints(c, inherited, typed, world=world), world, is_wide=c.n_embd >= 128)
+    c = check_config(c, typed, complaints(c, inherited, world), world=world, is_wide=c.n_embd >= 128)
     docs = PRESETS["quickstart"].data[0]
     if docs in c.data and not c.dry_run:
         import fineweb  # the trainer makes no other data
@@ -1131,16 +1099,7 @@ def setup(start) -> Parts:
         examples = world.broadcast_from_master(hellaswag.load_examples, path, enc, limit)
         hellaswag.note_cut(examples, config.block_size)
     # try a step: find the largest B that fits, and whether this machine can do torch.compile, which `wrap` adds
-    trial = Trial(
-        raw_model,
-        optimizers,
-        wrap=wrap,
-        autocast=autocast,
-        num_ids=enc.n_vocab,
-        config=config,
-        layout=layout,
-    )
-    found = try_out(trial, start, text)
+    found = try_out(start, raw_model, optimizers, wrap=wrap, autocast=autocast, text=text)
     for each in (loader, *val_loaders):
         each.B = found.B
     return Parts(
@@ -1191,8 +1150,6 @@ def take_step(step: int, parts: Parts, run):
     """Take a step and log it."""
     began = time.perf_counter()
     done = train_step(step, parts, run.signals)
-    if step == run.start_step:
-        note_jump_of_rate(step, done.lr, run.parents_lr, config=parts.config)
     run.log_step(step, done, seconds=time.perf_counter() - began)
 
 

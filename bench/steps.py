@@ -58,8 +58,8 @@ def configure(options, changes="", defaults=""):
         compile=is_gpu if config.compile is None else config.compile,
     )
     world = world_of(config)
-    complaints = train_gpt2.complaints(config, {}, {}, world=world)
-    return check_config(config, complaints, world, is_wide=config.n_embd >= 128)
+    complaints = train_gpt2.complaints(config, {}, world)
+    return check_config(config, {}, complaints, world=world, is_wide=config.n_embd >= 128)
 
 
 def world_of(config):

@@ -263,7 +263,6 @@ class Run(Report):
         # the state before this step's evaluations, if there are any
         self.before_evaluations: dict[str, Any] = {}
         self.start_step = start.step
-        self.parents_lr = files.parents_lr if files else None
         self.val_loss = start.saved.get("val_loss") if start.saved else None  # the last one measured
         # the validation loss of model_best.pt
         self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
@@ -308,6 +307,8 @@ class Run(Report):
             if math.isfinite(done.norm):  # otherwise no optimizer has taken a step yet
                 note_state(self.parts.optimizers)
             checks.note_gradients(self.parts.raw_model, step)
+            if self.files and self.files.parents_lr:
+                note_jump_of_rate(step, done.lr, self.files.parents_lr, config=self.config)
             self.check_ranks(step)
         rate = done.tokens / max(seconds, 1e-6)  # a clock may stand still
         text = ""
@@ -408,6 +409,21 @@ class Run(Report):
 
 
 # ----- Lines and numbers --------------------------------------------------------------------------------
+
+
+def note_jump_of_rate(step: int, lr: float, before: float, *, config: Any) -> None:
+    """Note if the learning rate jumps where a branch starts, or never decays although its schedule could.
+
+    before: the rate of the parent's last step.
+    """
+    never_decays = config.schedule == "wsd" and config.decay_fraction == 0
+    if 0.5 < lr / before < 2 and not never_decays:
+        return
+    text = f"The learning rate was {before:.2g} before the branch and is {lr:.2g} now"
+    if never_decays:
+        fraction = (config.max_steps - step) / config.max_steps
+        text += f", and stays there to the end. With --decay-fraction {fraction:.4g} it would decay from here on"
+    note(f"{text}.")
 
 
 def step_line(done: Any, *, seconds: float, mfu: float, left: float) -> str:

@@ -308,12 +308,14 @@ def say_what_is_taken_over(source: Source, asked: Any, typed: dict[str, Any], *,
         print0(textwrap.fill(text, 79, break_long_words=False, break_on_hyphens=False))
 
 
-def check_config(config: Any, complaints: Iterable[str], world: World, *, is_wide: bool) -> Any:
+def check_config(
+    config: Any, typed: dict[str, Any], complaints: Iterable[str], *, world: World, is_wide: bool
+) -> Any:
     """A TrainConfig with its dtype chosen. Raises one UserError with everything that is wrong with it.
 
     complaints: the trainer's sentences; is_wide: see `devices.choose_dtype`.
     """
-    found = [*complaints, *complaints_here(config, world)]
+    found = [*complaints, *data_complaints(config, typed), *complaints_here(config, world)]
     dtype = config.dtype
     try:
         dtype = devices.choose_dtype(dtype, world.device, is_wide)
@@ -321,6 +323,23 @@ def check_config(config: Any, complaints: Iterable[str], world: World, *, is_wid
         found.append(str(error))
     check(config, found)
     return dataclasses.replace(config, dtype=dtype)
+
+
+def data_complaints(c: Any, typed: dict[str, Any]) -> Iterator[str]:
+    """A sentence for each thing that is wrong with a TrainConfig's folders of data and how long it reads them."""
+    folders = {os.path.realpath(folder) for folder in c.data}
+    if len(folders) < len(c.data):
+        yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and set shares with --data-weights."
+    weights = c.data_weights
+    if weights:
+        one_each = len(weights) == len(c.data)
+        if not one_each or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+            found = f"--data-weights is {' '.join(map(str, weights))}, and --data {' '.join(c.data)}"
+            yield f"{found}. Give a share for each folder: 0 or more, and not all 0."
+    if bool(c.passes) + bool(c.tokens_per_parameter) + bool(typed.get("max_steps")) > 1:
+        yield "--passes, --tokens-per-parameter and --max-steps set the length of the run. Give one of them."
+    if c.passes and weights:
+        yield "--passes has no meaning with --data-weights: the folders' epochs differ. Give --max-steps instead."
 
 
 def complaints_here(c: Any, world: World) -> Iterator[str]:
@@ -425,10 +444,22 @@ def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torc
     return model
 
 
-def try_out(trial: Trial, start: Start, text: Any) -> Fit:
-    """Find what works on this machine and the largest B that fits, and examine the model, which stays as it is."""
-    if trial.optimizers:
-        checks.check_groups(trial.raw_model, trial.optimizers)
+def try_out(start: Start, model: Any, optimizers: list[Any], *, wrap: Any, autocast: Any, text: Any) -> Fit:
+    """Find what works on this machine and the largest B that fits, and examine the model, which stays as it is.
+
+    wrap, autocast: see `Trial`; text: a batch of data (B, T).
+    """
+    if optimizers:
+        checks.check_groups(model, optimizers)
+    trial = Trial(
+        model,
+        optimizers,
+        wrap=wrap,
+        autocast=autocast,
+        num_ids=start.folders[0].enc.n_vocab,
+        config=start.config,
+        layout=start.layout,
+    )
     return start.layout.try_out(trial, examination(start, text))
 
 
