@@ -95,7 +95,12 @@ def make_parser(config_class, default):
     group.add_argument("-h", "--help", action="store_true", default=False, help="show this help")
     comments = comments_of(config_class)
     arguments = []
-    for field in fields_in_order(config_class):
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    # `preset`, then the class's own fields, then inherited ones
+    for name in dict.fromkeys(["preset", *config_class.__annotations__, *fields]):
+        if name not in fields:
+            continue
+        field = fields[name]
         heading, text = comments.get(field.name, ("", ""))
         if heading:
             group = parser.add_argument_group(heading)
@@ -111,13 +116,6 @@ def make_parser(config_class, default):
             group.add_argument(*synonyms, flag_of(field.name), dest=field.name, **options)
     parser.usage = " ".join([parser.prog, *arguments, "[flags]"])
     return parser
-
-
-def fields_in_order(config_class):
-    """The fields in the help's order: `preset`, then the class's own fields, then inherited ones."""
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
-    names = ["preset", *config_class.__annotations__, *fields]
-    return [fields[name] for name in dict.fromkeys(names) if name in fields]
 
 
 def options_of(field, config_class) -> dict[str, Any]:

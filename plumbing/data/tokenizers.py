@@ -107,7 +107,7 @@ def folder_encoding(folder, recorded):
     name = recorded or "gpt2"
     base = name.removesuffix("+chat")
     is_built_in = base in ("gpt2", "bytes") and not path.exists()
-    enc = get_encoding(base if is_built_in else path)
+    enc = get_encoding(base) if is_built_in else read_encoding(path)
     if recorded and enc.name != base:
         raise UserError(
             f"{path} holds tokenizer {enc.name}, but the meta.json beside it names {base}. Make the shards again in a "

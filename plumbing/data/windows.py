@@ -73,15 +73,12 @@ class Windows:
         self.masks = shards.open_masks(
             self.shards, recorded=folder.meta.masks
         )  # empty if every token is a target
-        self.fingerprint = self.fingerprint_now()
+        self.fingerprint = folder.fingerprint(split)
         self.first = np.zeros(len(self.shards) + 1, np.int64)  # the number of each shard's first window
         for i, shard in enumerate(self.shards):
             self.first[i + 1] = self.first[i] + max(0, len(shard) - 1) // T  # T targets take T + 1 tokens
         self.num_windows = int(self.first[-1])
         shards.check_size(folder.path, split, T, num_windows=self.num_windows, at_least=T)
-
-    def fingerprint_now(self) -> str:
-        return self.folder.fingerprint(self.name)
 
     def locate(self, number: int) -> tuple[int, int]:
         """(index of the shard, offset of the first token) of a window."""

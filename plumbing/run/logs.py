@@ -130,11 +130,6 @@ def write_start(config: Any, start: Any, *, ran: dict[str, Any], fingerprints: d
         file.write(history + entry.encode("utf-8", "surrogateescape"))
 
 
-def is_restarted() -> bool:
-    """Whether torchrun has restarted this process after a crash."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def torchrun_id() -> str:
     """An identifier of the torchrun that started this process; a restart does not change it."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')} of process {os.getppid()}"

@@ -64,8 +64,10 @@ def names_of(options_class: type) -> set[str]:
     return {field.name for field in dataclasses.fields(options_class)}
 
 
-def is_per_node(field: dataclasses.Field[Any]) -> bool:
-    return PER_NODE in flags.kind_of(field)[1]
+def per_node_names(config_class: type) -> set[str]:
+    """The settings that each node may set differently."""
+    fields = dataclasses.fields(config_class)
+    return {field.name for field in fields if PER_NODE in flags.kind_of(field)[1]}
 
 
 def inheritable(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:

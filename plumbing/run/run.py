@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import gc
 import json
 import math
@@ -125,7 +124,7 @@ def open_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> Files:
         from plumbing.run.wandb_log import WandbLog
 
         wandb = WandbLog(config, logs.read_log(out_dir / "log.txt"))
-        stack.push(functools.partial(finish_wandb, wandb))
+        stack.push(lambda kind, *_: wandb.finish(status=1 if kind else 0))  # kind: of an exception
     return Files(log=log, wandb=wandb)
 
 
@@ -161,11 +160,6 @@ def open_run_files(start: Any, parts: Any, stack: contextlib.ExitStack) -> RunFi
 def close_log(log: IO[str]) -> None:
     with contextlib.suppress(OSError):  # the write that met a full disk has reported it
         log.close()
-
-
-def finish_wandb(wandb: Any, kind: Any, *exception: Any) -> None:
-    """End the log's mirror at W&B: status 1 if an exception ends the run, 0 otherwise."""
-    wandb.finish(status=1 if kind else 0)
 
 
 # ----- A run in progress --------------------------------------------------------------------------------
@@ -364,7 +358,7 @@ class Run(Report):
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
             for split in loader.order.splits:
-                if split.fingerprint_now() != split.fingerprint:
+                if split.folder.fingerprint(split.name) != split.fingerprint:
                     raise UserError(
                         f"The shards in {split.folder.path} have changed since the run began to read them. Restore "
                         "them, and repeat the command to continue from the last checkpoint."

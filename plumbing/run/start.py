@@ -26,7 +26,7 @@ from plumbing.run import checks, logs, models, source_code, wandb_log
 from plumbing.run.checkpoint import Checkpoint
 from plumbing.run.commands import print_next_command
 from plumbing.run.huggingface import is_export_of
-from plumbing.run.options import StartOptions, changed_settings, inheritable, is_per_node, names_of
+from plumbing.run.options import StartOptions, changed_settings, inheritable, names_of, per_node_names
 from plumbing.run.run import Ended, export
 from plumbing.system import devices, memory
 from plumbing.system.distributed import ImaginedWorld, World
@@ -97,7 +97,7 @@ def begin(
         # an evaluation gets its own folder, because the model's run is often in the default one
         typed = typed | {"out_dir": f"{asked.out_dir}/eval"}
         asked = dataclasses.replace(asked, out_dir=typed["out_dir"])
-    per_node = {field.name for field in dataclasses.fields(config_class) if is_per_node(field)}
+    per_node = per_node_names(config_class)
     if world.size > 1:
         check_agreement(typed, config_class, per_node, world=world)
     world = imagined(asked, world)
@@ -249,9 +249,9 @@ def load_own(asked: Any) -> Checkpoint | None:
     """The newest checkpoint of the run that continues in out_dir; None for a new run."""
     if asked.resume:
         return checkpoints.load_state(asked.out_dir)
-    if not logs.is_restarted():
-        return None
     # with --no-resume, a run continues only if this same torchrun has started it, and restarts it after a crash
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
     saved = checkpoints.load_state(asked.out_dir)
     return saved if saved and saved["launch"] == logs.torchrun_id() else None
 
@@ -392,42 +392,40 @@ def make_model(
 
     prepare(model, config) sets how this run computes it; shard: see `Shared`; text: a batch of data (B, T).
     """
-    config = start.config
-
-    def first() -> Any:
-        model = first_model(model_class, start)
-        prepare(model, config)
-        return model
-
-    def empty() -> Any:
-        model = memory.new_model(model_class, config.model_config)
-        prepare(model, config)
-        return model
-
-    split = functools.partial(shard, config=config)
-    return start.layout.make(first, empty, examine=examination(start, text), shard=split)
+    return start.layout.make(
+        functools.partial(first_model, model_class, start, prepare),
+        functools.partial(empty_model, model_class, start, prepare),
+        examine=functools.partial(examine, start, text),
+        shard=functools.partial(shard, config=start.config),
+    )
 
 
-def examination(start: Start, text: Any) -> Callable[[Any], bool]:
-    """examine(model) for this start's model: whether a cache works for it."""
-
-    def examine(model: Any) -> bool:
-        # made here, because the random numbers before the model decide its weights
-        texts = checks.make_texts(start.folders[0].enc.n_vocab, start.config.block_size, text)
-        return checks.examine(model, texts)
-
-    return examine
+def examine(start: Start, text: Any, model: Any) -> bool:
+    """Whether a cache works for the model of this start. text: a batch of data (B, T)."""
+    # made here, because the random numbers before the model decide its weights
+    texts = checks.make_texts(start.folders[0].enc.n_vocab, start.config.block_size, text)
+    return checks.examine(model, texts)
 
 
-def first_model(model_class: type, start: Start) -> Any:
+def first_model(model_class: type, start: Start, prepare: Callable[[Any, Any], None]) -> Any:
     """On rank 0: a new model, or one with the weights that the run starts from."""
     config = start.config.model_config
     if start.saved:
-        return model_of_checkpoint(model_class, start, start.saved["model"])
-    if start.weights is not None:
-        return models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
-    start.layout.check_memory(functools.partial(model_class, config))
-    return memory.new_model(model_class, config)
+        model = model_of_checkpoint(model_class, start, start.saved["model"])
+    elif start.weights is not None:
+        model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
+    else:
+        start.layout.check_memory(functools.partial(model_class, config))
+        model = memory.new_model(model_class, config)
+    prepare(model, start.config)
+    return model
+
+
+def empty_model(model_class: type, start: Start, prepare: Callable[[Any, Any], None]) -> Any:
+    """On other ranks: a model whose weights rank 0 replaces."""
+    model = memory.new_model(model_class, start.config.model_config)
+    prepare(model, start.config)
+    return model
 
 
 def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torch.Tensor]) -> Any:
@@ -460,7 +458,7 @@ def try_out(start: Start, model: Any, optimizers: list[Any], *, wrap: Any, autoc
         config=start.config,
         layout=start.layout,
     )
-    return start.layout.try_out(trial, examination(start, text))
+    return start.layout.try_out(trial, functools.partial(examine, start, text))
 
 
 def report_finished(start: Start, model_class: type) -> None:
