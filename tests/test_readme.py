@@ -150,7 +150,7 @@ def commands():
 def test_the_evaluation_of_ones_own_counts_the_targets_alone(options, out, tmp_path):
     """Of the 32 windows of a validation, in file order, by the model of the last step."""
     data = make_shards(tmp_path / "masked", masks=True)
-    [code] = re.findall(r"^```python\n(    if is_due_now.*?)```", README, re.DOTALL | re.MULTILINE)
+    [code] = re.findall(r"^```python\n(    if is_due_now.*?)```", RECIPES, re.DOTALL | re.MULTILINE)
     comment = "    # add your own evaluation here"
     Changed(tmp_path, data, {comment: code + comment}).train(shuffle=False, **options)
     model, _ = train_gpt2.load_model(str(out))
