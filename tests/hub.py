@@ -73,7 +73,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "X-Linked-Size": len(files[path]),
         }
         if path.endswith(".parquet") and not self.path.endswith("?cdn"):  # large files lie elsewhere
-            return self.answer(302, b"", headers | {"Location": f"{self.path}?cdn"})
+            return self.answer(302, b"", headers | {"Location": f"{server.url}{self.path}?cdn"})
         return self.answer(200, files[path], headers, fault)
 
     def tree(self, files, folder):
@@ -160,7 +160,10 @@ class Server(http.server.ThreadingHTTPServer):
             "HF_HUB_DISABLE_XET": True,
         }
         for name, value in values.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+            for module in (huggingface_hub.constants, huggingface_hub.file_download):  # the second had copies
+                monkeypatch.setattr(module, name, value, raising=False)
+        if hasattr(huggingface_hub.utils, "reset_sessions"):  # before version 1, a client stays offline
+            huggingface_hub.utils.reset_sessions()
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", self.url)
         monkeypatch.setenv("HF_TOKEN", "hf_right")
 

@@ -315,10 +315,14 @@ def test_of_thousands_of_configs_one_is_looked_at(field, value, hub):
         hub_files.find_files(fineweb.Options(dataset="OWNER/many"))
 
 
+WITH_HOOKS = pytest.mark.skipif(
+    not hasattr(huggingface_hub.get_session(), "event_hooks"), reason="huggingface_hub before version 1"
+)
 FAULTS = [
     *itertools.product(["500"], ["GET OWNER/stories", "GET tree", "HEAD train-1", "GET train-1", "GET README"]),
     *itertools.product(["reset"], ["GET tree", "GET train-1"]),
-    *itertools.product(["hang"], ["GET OWNER/stories", "GET tree", "GET train-1"]),
+    ("hang", "GET train-1"),
+    *[pytest.param("hang", place, marks=WITH_HOOKS) for place in ("GET OWNER/stories", "GET tree")],
     ("429", "GET tree"),
     *itertools.product(["504", "short", "wrong"], ["GET train-1"]),
 ]
@@ -327,7 +331,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault, place", FAULTS)
 def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
-    monkeypatch.setattr("huggingface_hub.constants.DEFAULT_REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.DEFAULT_REQUEST_TIMEOUT", 0.3, raising=False)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     texts = random_texts(30)
     add_stories(hub, texts)
@@ -642,6 +646,7 @@ def test_a_file_of_the_hub_that_the_disk_refuses_is_not_fetched_again(hub):
     assert len(tries) == 1
 
 
+@WITH_HOOKS
 @pytest.mark.parametrize("words", ["--pretokenized 1", "--tokenizer bytes", "--tokenizer bytes --max-length 64"])
 def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, words, monkeypatch):
     def refuse(*args, **options):

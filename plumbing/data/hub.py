@@ -74,7 +74,8 @@ def list_hub(dataset: str, revision: str) -> tuple[str, str, dict[str, Source]]:
     """List a data set's files: (its full name, commit, {address: Source})."""
     import huggingface_hub  # slow to import
 
-    hooks = huggingface_hub.get_session().event_hooks["request"]
+    # before version 1, huggingface_hub's client has no hooks
+    hooks = getattr(huggingface_hub.get_session(), "event_hooks", {"request": [set_timeout]})["request"]
     if set_timeout not in hooks:
         hooks.append(set_timeout)
     info: Any = huggingface_hub.HfApi().dataset_info(dataset, revision=revision or None)
