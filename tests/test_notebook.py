@@ -14,7 +14,6 @@ import matplotlib.pyplot as plt
 import nbformat
 import pytest
 import torch
-import train_gpt2
 from nbclient import NotebookClient
 from PIL import Image
 
@@ -109,6 +108,7 @@ def lessons(all_lessons, monkeypatch):
         yield all_lessons
 
 
+@pytest.mark.slow  # every week: each lesson is run after all those before it
 @pytest.mark.gpt2
 @pytest.mark.filterwarnings(*[f"error::{kind}Warning" for kind in WARNINGS])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib's own, of numpy
@@ -127,57 +127,6 @@ def test_each_lesson_has_an_exercise_and_its_answer():
     assert re.findall(r"^\*\*(\d+)\.\*\* ", answers, re.MULTILINE) == numbers
     for lesson in re.split(r"^## ", lessons, flags=re.MULTILINE)[1:]:
         assert lesson.count("**Exercise.**") == 1, lesson[:40]
-
-
-@pytest.mark.gpt2
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_estimate_of_memory_is_what_autograd_holds(checkpointing):
-    """Weights and gradients are the model's; in the blocks, as many elements as autograd holds of the tokens.
-
-    16 per channel and token of a block; a CPU, whose attention is in float32, has one more. With checkpointing, a
-    block's input, and all of one block while the backward pass is in it.
-    """
-    names = {}
-    exec(find_function("memory_parts"), names)
-    config = train_gpt2.TrainConfig(n_layer=8, n_head=4, n_embd=64, block_size=128, sequence_length=80)
-    parts = names["memory_parts"](config, 2, checkpointing)
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(128, 50304, n_layer=8, n_head=4, n_embd=64))
-    model.activation_checkpointing = checkpointing
-    assert parts["weights"] == 4 * sum(p.numel() for p in model.parameters())
-    assert parts["gradients"] == parts["weights"]
-    assert parts["optimizer"] == 2 * parts["weights"]
-    assert parts["logits"] == 2 * (2 * 80 * 50304) * 2  # bytes of bfloat16, twice
-
-    elements = count_saved(model, torch.zeros(2, 80, dtype=torch.long))
-    if checkpointing:
-        elements += 16 * 2 * 80 * 64
-    assert parts["blocks"] == pytest.approx(2 * elements, rel=0.1)
-
-
-def find_function(name):
-    """The source of a function in lessons.ipynb."""
-    for cell in code_cells(read_notebook("lessons.ipynb")):
-        for node in ast.parse(cell.source).body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                return ast.unparse(node)
-    raise LookupError(name)
-
-
-def count_saved(model, idx):
-    """How many elements of activations autograd holds after a forward pass in bfloat16, weights left out."""
-    kept = {}
-    weights = {p.shape for p in model.parameters()}
-    weights |= {p.T.shape for p in model.parameters() if p.dim() == 2}
-
-    def keep(tensor):
-        return kept.setdefault(tensor.data_ptr(), tensor)
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16):
-        model.hidden_states(idx)
-    least = idx.numel() * model.config.n_embd
-    activations = [t for t in kept.values() if t.shape not in weights and t.numel() >= least]
-    return sum(t.numel() for t in activations)
 
 
 # ----- play.ipynb -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import inspect
 import json
 import pkgutil
 import re
@@ -57,14 +58,10 @@ def imported(tree):
     return found
 
 
-def cells():
-    """The syntax trees of the notebooks' code cells."""
-    trees = []
-    for name in ("play.ipynb", "lessons.ipynb"):
-        for cell in json.loads(read(name))["cells"]:
-            if cell["cell_type"] == "code":
-                trees.append(ast.parse("".join(cell["source"])))
-    return trees
+def cells(name):
+    """The syntax tree of a notebook's code cells, one after another."""
+    found = json.loads(read(name))["cells"]
+    return ast.parse("\n".join("".join(cell["source"]) for cell in found if cell["cell_type"] == "code"))
 
 
 def declared():
@@ -78,7 +75,7 @@ def test_requirements_name_every_package_that_is_imported():
     """Other than our own and Python's, also in the notebooks."""
     ours = parsed(*PROGRAM, "tests/**/*.py")
     packages = set()
-    for tree in [*ours.values(), *cells()]:
+    for tree in [*ours.values(), cells("play.ipynb"), cells("lessons.ipynb")]:
         packages |= {name.split(".")[0] for _, name in imported(tree)}
     known = {*sys.stdlib_module_names}
     for name in ours:
@@ -208,17 +205,23 @@ def test_the_other_scripts_of_records_can_be_imported():
     run(run_record, others, "imported", ["0"])
 
 
-@pytest.mark.parametrize("script", UNMARKED, ids=str)
-def test_all_that_a_record_takes_from_the_project_is_there_unless_it_says_at_which_commit_it_ran(script):
-    tree = parse(ROOT / script)
-    names = dict(imported(tree))
-    used = {*names.values()}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            value = ast.unparse(node.value)
-            if value in names:
-                used.add(f"{names[value]}.{node.attr}")
+USERS = {"lessons.ipynb": cells("lessons.ipynb")} | {str(path): parse(ROOT / path) for path in UNMARKED}
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_what_lessons_and_records_take_from_the_project_is_there(user):
+    """Names, and those of arguments; unless a record says at which commit it ran."""
     ours = {name.split(".")[0] for name in parsed(*PROGRAM)} | {"harness"}
-    for name in used:
-        if name.split(".")[0] in ours or name.startswith("test_"):
-            pkgutil.resolve_name(name)  # an error names what is gone
+    names = {}
+    for name, dotted in imported(USERS[user]):
+        if dotted.split(".")[0] in ours or dotted.startswith("test_"):
+            names[name] = pkgutil.resolve_name(dotted)  # an error names what is gone
+    taken = {}
+    for node in ast.walk(USERS[user]):
+        text = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+        if text.split(".")[0] in names and text.count(".") < 2:
+            taken[text] = eval(text, names)
+    for node in ast.walk(USERS[user]):
+        if isinstance(node, ast.Call) and callable(function := taken.get(ast.unparse(node.func))):
+            keywords = {keyword.arg for keyword in node.keywords}
+            assert keywords <= {*inspect.signature(function).parameters, None}
