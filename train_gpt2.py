@@ -261,7 +261,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        # how the model is run, not what it is; set in setup() and load_model()
+        # how the model is run, not what it is: make_gpt() and an examination set these
         self.activation_checkpointing = False  # recompute the blocks' activations in the backward pass
         self.has_cache = True  # whether decoding with a cache gives the same result as reading the whole text
         self.transformer: Any = nn.ModuleDict()
@@ -793,11 +793,9 @@ def generate_samples(parts: Parts) -> list[str]:
     return [text + enc.decode(row).partition("<|end|>")[0] for row in rows]
 
 
-def is_due(step, every, last):
+def is_due(step, every, last=False):
     """Whether something is due that is done every `every` steps and after the last step; 0: never."""
-    if every == 0:
-        return False
-    return last or step % every == 0
+    return every > 0 and (last or step % every == 0)
 
 
 def evaluate(step, parts: Parts, run):
@@ -998,15 +996,13 @@ def make_config(
         fineweb.make_python_docs(docs)
     folders = open_folders(c, split_of(kind), num_ids=c.vocab_size or preset.vocab_size, tokenizer=tokenizer)
     enc = folders[0].enc
-    vocab_size = typed.get("vocab_size", 0)
-    if not vocab_size:
-        # a run that continues, a branch and an evaluation keep the rows that their weights have
-        vocab_size = inherited.get("vocab_size", 0)
-        if kind == TUNED and not models.is_tokenizer(tokenizer, enc):
-            vocab_size = 0
-        if kind == TUNED or not vocab_size:
-            vocab_size = max(vocab_size, math.ceil(enc.n_vocab / 64) * 64)  # 50,304 for 50,257
-    c = dataclasses.replace(c, vocab_size=vocab_size)
+    padded = math.ceil(enc.n_vocab / 64) * 64  # 50,304 for 50,257
+    rows = inherited.get(
+        "vocab_size", 0
+    )  # a run that continues, a branch and an evaluation keep their weights' rows
+    if kind == TUNED:
+        rows = max(rows, padded) if models.is_tokenizer(tokenizer, enc) else padded
+    c = dataclasses.replace(c, vocab_size=typed.get("vocab_size") or rows or padded)
     if (c.passes or c.tokens_per_parameter) and kind != EVALUATION:
         steps = count_steps(c, folders)
         # the warmup is at most a tenth of the run
@@ -1018,13 +1014,12 @@ def load_data(start):
     """A run's loader, in the order of the training, and a validation loader for each folder."""
     config, world = start.config, start.layout.world
 
-    def load(folders, split, **order):
-        B, T = config.batch_size, config.sequence_length
-        order |= dict(shuffle=config.shuffle, device=world.device)
-        return DataLoaderLite(folders, split, B, T, rank=world.rank, world_size=world.size, **order)
-
-    loader = load(start.folders, split_of(start.kind), weights=config.data_weights, seed=config.seed)
-    return loader, [load([folder], "val") for folder in start.folders]  # no seed: always the same windows
+    B, T = config.batch_size, config.sequence_length
+    place = dict(rank=world.rank, world_size=world.size, shuffle=config.shuffle, device=world.device)
+    order = dict(weights=config.data_weights, seed=config.seed)
+    loader = DataLoaderLite(start.folders, split_of(start.kind), B, T, **order, **place)
+    # without the seed, so that they always read the same windows
+    return loader, [DataLoaderLite([folder], "val", B, T, **place) for folder in start.folders]
 
 
 def shard(model, world, config):
@@ -1047,13 +1042,15 @@ def shard(model, world, config):
     fully_shard(model, mesh=mesh)  # embeddings and the final norm stay in float32
 
 
-def set_computation(model, config):
-    """Set how this run computes a model."""
+def make_gpt(config) -> GPT:
+    """A new model, computed as the run's TrainConfig says."""
+    model = GPT(config.model_config)
     model.activation_checkpointing = config.activation_checkpointing
     if config.dtype == "fp8":
         from plumbing.system.float8 import Float8Linear
 
         model.lm_head = Float8Linear(model.lm_head)  # shares its weight
+    return model
 
 
 def wrap(raw_model, config, layout):
@@ -1084,7 +1081,7 @@ def setup(start) -> Parts:
     text, _ = val_loaders[0].next_batch(8)
     seed_random_numbers(config.seed)  # torch.manual_seed, and numpy's and Python's own, alike on all ranks
     # a new model, or one with the weights that the run starts from
-    raw_model = make_model(GPT, start, set_computation, shard=shard, text=text)
+    raw_model = make_model(make_gpt, start, shard=shard, text=text)
     # from here on the model has the weights that this start begins with: initialize them in GPT.__init__
     optimizers = configure_optimizers(raw_model, config)
     if start.kind == EVALUATION:
@@ -1127,9 +1124,7 @@ def fit(parts: Parts, run):
     # one iteration more than steps: the evaluations at step N see the weights after N updates, also after the last one
     for step in range(run.start_step, config.max_steps + 1):
         last = step == config.max_steps
-        is_saved = False
-        if not last:
-            is_saved = is_due(step, config.checkpoint_every, last) or is_due(step, config.milestone_every, last)
+        is_saved = not last and (is_due(step, config.checkpoint_every) or is_due(step, config.milestone_every))
         if is_saved:  # before the evaluations, because a start from this checkpoint repeats them
             run.save(step, finished=False)
         evaluate(step, parts, run)
@@ -1164,7 +1159,10 @@ def evaluate_only(start):
 def plan(start):
     """Print what the run will do and cost (--dry-run), and write nothing."""
     config = dataclasses.replace(start.config, hellaswag_every=0)  # the examples may have to be downloaded
-    print_account(start, setup(start._replace(config=config)))
+    parts = setup(start._replace(config=config))
+    if start.saved:
+        parts.loader.load_state_dict(start.saved["loader"])
+    print_account(start, parts)
 
 
 def train(typed: dict[str, Any]):

@@ -30,6 +30,7 @@ from plumbing.system import devices
 
 from harness import (
     KILLED,
+    TINY,
     assert_same_run,
     assert_same_tensors,
     at_steps,
@@ -183,10 +184,18 @@ def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
 
 
 @pytest.mark.gpt2
-def test_a_finished_run_says_so_and_changes_nothing(folder, straight):
+@pytest.mark.parametrize("data", ["folder", "a folder that is gone"])
+def test_a_finished_run_says_so_and_changes_nothing(data, folder, straight):
     before = listing(straight)
-    assert "is finished" in train(folder, straight, **OPTIONS)
+    assert "is finished" in train(folder if data == "folder" else data, straight, **OPTIONS)
     assert listing(straight) == before
+
+
+def test_a_dry_run_of_a_run_that_continues_counts_what_all_of_it_reads(folder, stopped, recwarn):
+    printed = train(folder, stopped, dry_run=True, **OPTIONS)
+    steps, tokens = OPTIONS["max_steps"], TINY["total_batch_size"]
+    assert f"the run reads {steps * tokens:,}:" in printed
+    assert not recwarn.list  # torch warns of weights that are copied to a model without memory
 
 
 def test_a_changed_flag_is_refused_with_advice_to_continue_only_an_unfinished_run(folder, straight, stopped):

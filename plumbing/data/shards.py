@@ -201,10 +201,10 @@ def check_size(folder: Name, split: str, T: int, *, num_windows: int, at_least: 
         )
 
 
-def check_folder(folder: Name, splits: list[Any], *, meta: "Meta", enc: Any) -> None:
-    """UserError unless the shards of these splits are those in meta.json, with ids of `enc` and valid masks."""
-    shards = []
-    for split in splits:
+def check_folder(folder: Any) -> None:
+    """UserError unless a Folder's open shards are those in meta.json, with ids of its tokenizer and valid masks."""
+    shards, enc = [], folder.enc
+    for split in folder.opened.values():
         shards += split.shards
     largest, path = find_largest(shards, 2**27 // len(shards))  # 128M ids, spread evenly over the shards
     if largest >= enc.n_vocab:
@@ -212,8 +212,8 @@ def check_folder(folder: Name, splits: list[Any], *, meta: "Meta", enc: Any) -> 
             f"Shard {path} contains token id {largest}, but tokenizer {enc.name} has only {enc.n_vocab} ids. The "
             "meta.json is missing or wrong: make the shards again in a new folder."
         )
-    check_meta(folder, meta, shards)
-    for split in splits:
+    check_meta(folder.path, folder.meta, shards)
+    for split in folder.opened.values():
         check_masks(split.masks)
 
 

@@ -6,16 +6,25 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
 
 from plumbing.cli.console import UserError
 from plumbing.data import shards, tokenizers
+from plumbing.data.shards import Shard
 from plumbing.files import Name, open_regular
 
 READERS = 8  # threads, because a network disk may take long to answer
+
+
+class Split(NamedTuple):
+    """A split's shards, their masks (none if every token is a target), and a hash of samples of their files."""
+
+    shards: list[Shard]
+    masks: list[Shard]
+    fingerprint: str
 
 
 class Folder:
@@ -25,7 +34,7 @@ class Folder:
 
     def __init__(self, path: Name):
         self.path = path
-        self.opened: dict[str, list[shards.Shard]] = {}
+        self.opened: dict[str, Split] = {}
 
     @functools.cached_property
     def meta(self) -> shards.Meta:
@@ -35,15 +44,13 @@ class Folder:
     def enc(self) -> tiktoken.Encoding:
         return tokenizers.folder_encoding(self.path, self.meta.tokenizer)
 
-    def shards(self, split: str) -> list[shards.Shard]:
-        """A split's shards. UserError, with the remedy, if there are none."""
-        if split not in self.opened:
-            self.opened[split] = shards.open_shards(self.path, split)
-        return self.opened[split]
-
-    def fingerprint(self, split: str) -> str:
-        """A hash of samples of a split's files as they are on disk now."""
-        return shards.fingerprint([shard.path for shard in self.shards(split)])
+    def split(self, name: str) -> Split:
+        """The split of this name. UserError, with the remedy, if it has no shards."""
+        if name not in self.opened:
+            found = shards.open_shards(self.path, name)
+            masks = shards.open_masks(found, recorded=self.meta.masks)
+            self.opened[name] = Split(found, masks, shards.fingerprint([shard.path for shard in found]))
+        return self.opened[name]
 
 
 class StandIn(Folder):
@@ -56,10 +63,8 @@ class StandIn(Folder):
         self.meta = shards.Meta(tokenizer=name)
         self.enc = tokenizers.stand_in(name, num_ids)
         for split in ("train", "val"):
-            self.opened[split] = [shards.Zeros(Path(path, split), np.uint16, num_tokens, 0, open_regular)]
-
-    def fingerprint(self, split: str) -> str:
-        return ""
+            zeros = shards.Zeros(Path(path, split), np.uint16, num_tokens, 0, open_regular)
+            self.opened[split] = Split([zeros], [], "")
 
 
 class Windows:
@@ -69,11 +74,7 @@ class Windows:
         self.folder = folder
         self.name = split
         self.T = T
-        self.shards = folder.shards(split)
-        self.masks = shards.open_masks(
-            self.shards, recorded=folder.meta.masks
-        )  # empty if every token is a target
-        self.fingerprint = folder.fingerprint(split)
+        self.shards, self.masks, self.fingerprint = folder.split(split)
         self.first = np.zeros(len(self.shards) + 1, np.int64)  # the number of each shard's first window
         for i, shard in enumerate(self.shards):
             self.first[i + 1] = self.first[i] + max(0, len(shard) - 1) // T  # T targets take T + 1 tokens
@@ -176,7 +177,8 @@ class Order:
         groups = [windows[first::READERS] for first in range(min(READERS, len(windows)))]
         tokens = np.empty((len(windows), self.T + 1), np.uint16)
         masks = np.empty(tokens.shape, np.uint8)
-        for first, rows in enumerate(self.pool.map(read_windows, groups)):
+        read = self.pool.map(lambda group: [split.read(number) for split, number in group], groups)
+        for first, rows in enumerate(read):
             tokens[first::READERS] = [ids for ids, _ in rows]
             masks[first::READERS] = [mask for _, mask in rows]
         return [tokens, masks] if self.has_masks else [tokens]
@@ -200,10 +202,6 @@ class Order:
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
-
-
-def read_windows(windows: Sequence[tuple[Windows, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [split.read(number) for split, number in windows]
 
 
 def stream_names(folders: Sequence[Name]) -> list[str]:
@@ -237,8 +235,8 @@ def open_folders(config: Any, split: str, *, num_ids: int, tokenizer: str) -> Se
     folders = [Folder(path) for path in config.data]
     for folder, weight in zip(folders, config.data_weights or [1] * len(folders)):
         if weight:
-            folder.shards(split)
-        folder.shards("val")
+            folder.split(split)
+        folder.split("val")
         first = folders[0]
         if folder.enc.name != first.enc.name:
             raise UserError(

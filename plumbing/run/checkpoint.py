@@ -15,7 +15,7 @@ import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from plumbing.cli.console import UserError, first_line, note, print0, quote
 from plumbing.data import tokenizers
@@ -141,17 +141,6 @@ def load_state(source: str) -> Checkpoint | None:
     return saved
 
 
-def load_parent(source: str) -> Checkpoint:
-    """Load the checkpoint from which a new branch begins."""
-    saved = load_state(source)
-    if not saved:
-        raise UserError(
-            f"There is no checkpoint in {source} that can be continued. Give a run's folder or its model_*.pt, or use "
-            "--init-from for weights alone."
-        )
-    return saved
-
-
 def as_checkpoint(content: dict[str, Any], path: Name) -> Checkpoint:
     """Return the content of the file at `path` if it is a checkpoint of this program; otherwise raise UserError."""
     names = ("model", "config", "model_fields", "tokenizer_file", "code")
@@ -224,11 +213,12 @@ def restore_state(start: Any, parts: Any, *, made: Made, now: dict[str, Any]) ->
     if saved["val_fingerprint"] != now["val_fingerprint"]:
         said = "The validation data are not the parent's, so the losses of both cannot be compared."
         different["other validation data"] = said
-    groups = first_difference(saved["groups"], now["groups"])
+    pairs = itertools.zip_longest(saved["groups"], now["groups"])
+    groups = next((f"{then} instead of {here}" for then, here in pairs if then != here), "")
     if groups:
         said = f"The optimizers start without the parent's optimizer state: it has {groups}."
         different[f"other optimizers, where it has {groups}"] = said
-    own_state = layout.hand_out(saved.get("own"))
+    own_state = parts.world.broadcast_from_master(saved.get, "own")
     own = ", ".join(sorted(parts.own.keys() ^ own_state.keys()))
     if own:
         different[f"other objects in Parts.own ({own})"] = f"Only the parent, or only this branch, has {own}."
@@ -248,14 +238,6 @@ def restore_state(start: Any, parts: Any, *, made: Made, now: dict[str, Any]) ->
         parts.scaler.load_state_dict(saved["scaler"])
     for name in parts.own.keys() & own_state.keys():
         parts.own[name].load_state_dict(own_state[name])
-
-
-def first_difference(saved: list[str], now: list[str]) -> str:
-    """The first place where two lists differ, in words; "" if they are equal."""
-    for then, here in itertools.zip_longest(saved, now):
-        if then != here:
-            return f"{then} instead of {here}"
-    return ""
 
 
 def places_in(optimizers: list[Any]) -> list[str]:
@@ -319,11 +301,8 @@ def is_same_leaf(a: Any, b: Any) -> bool:
 
 def check_readable(state: Any) -> None:
     """Raise UserError, naming the place, if something in a checkpoint besides tensors could not be read again."""
-
-    def without_tensors(value: Any) -> Any:
-        return None if isinstance(value, Tensor) else as_pythons(value)
-
-    place = unreadable(tree_map(without_tensors, state), "")
+    without_tensors = tree_map_only(Tensor, lambda tensor: None, state)
+    place = unreadable(tree_map(as_pythons, without_tensors), "")
     if place:
         raise UserError(
             f"A checkpoint with {place}, could not be read again. Keep tensors, numbers and texts there, or lists and "

@@ -6,7 +6,7 @@ A run's model is examined before the first step of each start, and a loaded mode
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from plumbing.cli.console import UserError, is_out_of_memory, note, print0
 from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
 from plumbing.system.kernels import KVCache
-from plumbing.system.memory import SkipInit, new_model
+from plumbing.system.memory import SkipInit, count_parameters, new_model
 from plumbing.system.trial import undone
 
 # parameters times tokens: a CPU computes such a forward pass in a tenth of a second, a GPU thousands of times more
@@ -24,39 +24,29 @@ LEAST_TOKENS = 24
 COPIED_PARAMETERS = 10_000_000  # up to this size, a second model is made on a CPU
 
 
-class Texts(NamedTuple):
-    """Ids to examine a model on. In the random row, neighbours are hardly ever of one kind, such as two digits."""
-
-    long: torch.Tensor  # (N, length): a random row first, then rows of real text, if any is known
-    short: (
-        torch.Tensor
-    )  # (M, 4) of a single id each, beginning with the last ids, which are often the special ones
-
-
-def make_texts(num_ids: int, length: int, *real: torch.Tensor) -> Texts:
-    """Texts of ids below num_ids. real: a batch of data (B, T), which is repeated up to `length`."""
-    rows = [torch.randint(num_ids, (1, length))]
-    rows += [text.cpu().repeat(1, length // text.size(1) + 1)[:, :length] for text in real]
-    some_ids = torch.cat([torch.arange(num_ids)[-8:], torch.randperm(num_ids)[:1000]])
-    return Texts(torch.cat(rows), some_ids[:, None].expand(-1, min(4, length)))
-
-
-def examine(model: Any, texts: Texts, *, is_new: bool = True) -> bool:
+def examine(model: Any, num_ids: int, length: int, text: torch.Tensor | None = None) -> bool:
     """Whether decoding with a cache gives the same as reading the whole text.
 
-    Texts are cut to keep this fast. is_new: whether a run starts with the model. A model that is only used is not
-    checked for training again.
+    The texts have ids below num_ids and up to `length` tokens, cut to keep this fast. text: a batch of real data (B, T)
+    where a run starts. A model that is only used is not checked for training again.
     """
-    parameters = sum(p.numel() for p in model.parameters())
+    # in random ids, neighbours are hardly ever of one kind, such as two digits
+    rows = [torch.randint(num_ids, (1, length))]
+    if text is not None:
+        rows.append(text.cpu().repeat(1, length // text.size(1) + 1)[:, :length])
+    # texts of a single id, beginning with the last ids, which are often the special ones
+    some_ids = torch.cat([torch.arange(num_ids)[-8:], torch.randperm(num_ids)[:1000]])
+    parameters = count_parameters(model)
     device = next(model.parameters()).device
     on_gpu = device.type != "cpu"
     most = max(LEAST_TOKENS, int((GPU_WORK if on_gpu else CPU_WORK) / parameters))
-    long = texts.long[: max(2, most // texts.long.size(1)), :most].to(device)
-    short = texts.short[: max(1, most // texts.short.size(1))].to(device)
+    long = torch.cat(rows)[: max(2, most // length), :most].to(device)
+    width = min(4, length)
+    short = some_ids[: max(1, most // width), None].expand(-1, width).to(device)
     with quiet(model):
         hidden = model.hidden_states(long)
         faults = []
-        if is_new:
+        if text is not None:
             faults = faults_of(model, long[:1], copies=on_gpu or parameters <= COPIED_PARAMETERS)
         T = long.size(1)
         # a long text behind one token, and a token behind that; one token, two and one

@@ -34,7 +34,7 @@ def prepare_folder(start: Any, parts: Any) -> None:
             leftover.unlink()
     ran = {name: value for name, value in parts.found._asdict().items() if name != "model"}
     ran["flops_per_token"] = parts.flops_per_token  # for the notebook's MFU
-    logs.write_start(config, start, ran=ran, fingerprints=fingerprints(parts))
+    logs.write_start(config, start, ran=ran, fingerprints=fingerprints(start))
     source_code.keep_copies(config)
 
 
@@ -51,16 +51,12 @@ def stale_files(start: Any, out_dir: Path) -> list[Path]:
     return []
 
 
-def fingerprints(parts: Any) -> dict[str, list[str]]:
+def fingerprints(start: Any) -> dict[str, list[str]]:
     """Short fingerprints of each folder's training and validation data, by its name in log.txt ("": not read)."""
-    paths = parts.config.data
     shown = {}
-    for name, val_loader in zip(stream_names(paths), parts.val_loaders):
-        [val] = val_loader.order.splits
-        shown[name] = ["", val.fingerprint[:16]]
-        for split in parts.loader.order.splits:
-            if split.folder is val.folder and split.name == "train":
-                shown[name][0] = split.fingerprint[:16]
+    for name, folder in zip(stream_names(start.config.data), start.folders):
+        read = {split: opened.fingerprint[:16] for split, opened in folder.opened.items()}
+        shown[name] = [read.get("train", ""), read["val"]]
     return shown
 
 
@@ -86,12 +82,10 @@ def keep_samples_before(path: Path, step: int) -> None:
     if not os.path.lexists(path):
         return
     with open_regular(path, "r", encoding="utf-8", errors="replace") as file:  # refuses a link
-        lines = [line for line in file if step_of_sample(line) < step]
+        lines = []
+        for line in file:
+            number = line.partition(" ")[0]
+            if not number.isdecimal() or int(number) < step:  # a user's line may have no number
+                lines.append(line)
     with atomic_write(path, "w", encoding="utf-8") as file:
         file.writelines(lines)
-
-
-def step_of_sample(line: str) -> int:
-    """The number at the beginning of a line of samples.txt; -1 for a user's line without one."""
-    number = line.partition(" ")[0]
-    return int(number) if number.isdecimal() else -1

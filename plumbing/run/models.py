@@ -120,17 +120,22 @@ def config_of(config_class: type[Config], settings: dict[str, Any]) -> Config:
 
 
 def from_state(
-    model_class: type, config: Any, weights: dict[str, Tensor], *, extends: bool = False, old_ids: Tensor | None = None
-) -> Any:  # fmt: skip
-    """Make a model with this config and copy the state dict `weights` into it; UserError unless they fit exactly.
+    make: Callable[[Any], Any],
+    config: Any,
+    weights: dict[str, Tensor],
+    *,
+    extends: bool = False,
+    old_ids: Tensor | None = None,
+) -> Any:
+    """Make a model with make(config), and copy the state dict `weights` into it; UserError unless they fit exactly.
 
     extends: let the model's `extend` resize the weights first. old_ids: for `extend`, the old id of each token.
     """
     with SkipInit():
-        model = new_model(model_class, config)
+        model = new_model(make, config)
     new = sorted(model.state_dict().keys() - weights.keys())
     if new:  # a model with adapters, say, may load weights without them: initialize them after all
-        model = new_model(model_class, config)
+        model = new_model(make, config)
     load_weights(model, model.extend(weights, old_ids) if extends else weights)
     if new:
         note(
@@ -153,7 +158,7 @@ def load_model(model_class: type, config_class: type, source: str) -> tuple[Any,
 def examine_loaded(model: Any, saved: SavedModel, *, num_ids: int, longest: int) -> bool:
     """Whether a loaded model can use a cache, for texts up to the `longest`. UserError if num_ids is too small."""
     check_num_ids(num_ids, saved.enc)
-    return checks.examine(model, checks.make_texts(saved.enc.n_vocab, longest), is_new=False)
+    return checks.examine(model, saved.enc.n_vocab, longest)
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:

@@ -80,13 +80,14 @@ def changed_settings(then: dict[str, Any], config: Any) -> dict[str, tuple[Any, 
     """{name: (then, now)} for each setting of the recipe that differs between a checkpoint and `config`."""
     now = vars(config)
     defaults = vars(type(config)())
+    kept = names_of(RunOptions)
     changed = {}
     for name in dict.fromkeys([*then, *now]):
         # a setting that did not exist then had its default; one that is gone is unknown now
         before = then.get(name, defaults.get(name))
         after = now.get(name, "unknown")
         is_equal = str(before).rstrip("/") == str(after).rstrip("/")  # "log/" is the folder "log"
-        if name not in names_of(RunOptions) and not is_equal:
+        if name not in kept and not is_equal:
             changed[name] = before, after
     return changed
 

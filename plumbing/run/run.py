@@ -27,6 +27,7 @@ from plumbing.cli.console import (
     print_next,
     short,
 )
+from plumbing.data import shards
 from plumbing.data.windows import stream_names
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run import checks, logs
@@ -257,9 +258,9 @@ class Run(Report):
         # the state before this step's evaluations, if there are any
         self.before_evaluations: dict[str, Any] = {}
         self.start_step = start.step
-        self.val_loss = start.saved.get("val_loss") if start.saved else None  # the last one measured
-        # the validation loss of model_best.pt
-        self.best_val_loss = start.saved.get("best_val_loss", math.inf) if start.saved else math.inf
+        saved = start.saved or {}
+        self.val_loss = saved.get("val_loss")  # the last one measured
+        self.best_val_loss = saved.get("best_val_loss", math.inf)  # the validation loss of model_best.pt
         self.metadata = checkpoints.metadata(start.config, parts.enc) | {"launch": logs.torchrun_id()}
         self.first_step_ended = self.started
         self.step_printed = -math.inf  # when the console last showed a step
@@ -358,7 +359,7 @@ class Run(Report):
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
             for split in loader.order.splits:
-                if split.folder.fingerprint(split.name) != split.fingerprint:
+                if shards.fingerprint([shard.path for shard in split.shards]) != split.fingerprint:
                     raise UserError(
                         f"The shards in {split.folder.path} have changed since the run began to read them. Restore "
                         "them, and repeat the command to continue from the last checkpoint."

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plumbing.cli.console import UserError, note, print0, quote
-from plumbing.cli.flags import check, flag_of
+from plumbing.cli.flags import check, flag_of, preset_of
 from plumbing.data import shards
 from plumbing.data.windows import Folder, open_folders
 from plumbing.files import FolderLock, lock_folder
@@ -91,29 +91,25 @@ def begin(
 
     The presets are TrainConfigs.
     """
-    asked = dataclasses.replace(presets[typed.get("preset", next(iter(presets)))], **typed)
+    asked = dataclasses.replace(preset_of(typed, presets), **typed)
     config_class = type(asked)
     if asked.init_from and asked.max_steps == 0 and "out_dir" not in typed:
         # an evaluation gets its own folder, because the model's run is often in the default one
         typed = typed | {"out_dir": f"{asked.out_dir}/eval"}
         asked = dataclasses.replace(asked, out_dir=typed["out_dir"])
     per_node = per_node_names(config_class)
-    if world.size > 1:
-        check_agreement(typed, config_class, per_node, world=world)
+    check_agreement(typed, config_class, per_node, world=world)
     world = imagined(asked, world)
     lock = world.run_on_master(lock_folder, asked.out_dir)  # before anything in the folder is read
     with lock or contextlib.nullcontext():
-        own = world.run_on_master(decide, asked, typed, make_config, world)
-        start = world.broadcast_from_master(without_weights, own)
-        own_paths = {name: value for name, value in typed.items() if name in per_node}
-        config = dataclasses.replace(start.config, **own_paths)
-        if own:
-            start = own
-        else:
+        decided = world.run_on_master(decide, asked, typed, make_config, world)
+        start = world.broadcast_from_master(without_weights, decided)
+        config = dataclasses.replace(start.config, **{name: typed[name] for name in typed.keys() & per_node})
+        if decided:
+            start = decided
+        elif not start.ended:
             devices.choose_dtype(config.dtype, world.device)  # this rank's device may lack it
-            tokenizer = start.saved["tokenizer"] if start.saved else ""
-            split = split_of(start.kind)
-            folders = open_folders(config, split, num_ids=config.vocab_size, tokenizer=tokenizer)
+            folders = open_folders(config, split_of(start.kind), num_ids=config.vocab_size, tokenizer="")
             start = start._replace(folders=folders)
         layout = choose_layout(config, world)
         if start.ended:
@@ -124,12 +120,12 @@ def begin(
 
 def choose_layout(config: Any, world: World) -> Whole:
     """How the ranks hold the model of this TrainConfig."""
-    is_shared = config.shard and world.size > 1
-    if config.shard and not is_shared:
+    shares = world.size if config.shard else 1
+    if config.shard and shares == 1:
         note("--shard splits a model across ranks. With a single process there is nothing to split.")
     if isinstance(world, ImaginedWorld):
-        return Imagined(world, shares=world.size if is_shared else 1)
-    if not is_shared:
+        return Imagined(world, shares)
+    if shares == 1:
         return Whole(world)
     from plumbing.system import sharding  # takes a second to import
 
@@ -163,17 +159,28 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
     inherited = inheritable(type(asked), source.settings)
     if kind == BRANCH:
         inherited.pop("branch_from", None)
-        if has_other_data(asked, typed, source.settings):
+        parents = source.settings["data"]
+        if [*map(os.path.realpath, typed.get("data", parents))] != [*map(os.path.realpath, parents)]:
             inherited.pop("data_weights", None)  # these are the shares of the parent's folders
     # "auto" keeps an inherited choice
     chosen = {name: value for name, value in typed.items() if value != "auto" or name not in inherited}
-    tokenizer = saved["tokenizer"] if saved else model.enc.name if model else ""
+    ended = None
+    if saved and kind == CONTINUED and saved["finished"]:
+        ended = Ended(saved["step"], logs.last_values(Path(asked.out_dir, "log.txt")))
+        config = dataclasses.replace(asked, **inherited | chosen)
+        if not changed_settings(source.settings, config):  # its data may be gone
+            return Start(kind, config, typed, saved=saved, ended=ended)
+    tokenizer = ""
+    if saved:
+        tokenizer = saved["tokenizer"]
+    elif model:
+        tokenizer = model.enc.name
     config, folders = make_config(inherited, chosen, world, kind=kind, tokenizer=tokenizer)
     start = Start(kind, config, typed, folders=folders, saved=saved)
     if saved and kind == CONTINUED:
         refuse_another_recipe(source, config)
-        if saved["finished"]:
-            return start._replace(ended=Ended(saved["step"], logs.last_values(Path(config.out_dir, "log.txt"))))
+        if ended:
+            return start._replace(ended=ended)
     elif kind == BRANCH:
         start = start_branch(source, start)
     if not model:
@@ -192,7 +199,7 @@ def decide(asked: Any, typed: dict[str, Any], make_config: MakeConfig, world: Wo
         start = start._replace(old_ids=models.ids_in(model, enc))
     else:
         models.check_tokenizer(tokenizer, config, enc)
-    return start if saved else start._replace(weights=model.weights)
+    return start._replace(weights=model.weights)
 
 
 def find_source(asked: Any, typed: dict[str, Any]) -> Source:
@@ -200,13 +207,22 @@ def find_source(asked: Any, typed: dict[str, Any]) -> Source:
     if asked.branch_from and asked.init_from:
         raise UserError("--branch-from and --init-from both name the weights to start from. Give one of them.")
     if asked.branch_from:
-        check_folder_of_branch(folder_of(asked.branch_from), asked.out_dir)
+        parent = folder_of(asked.branch_from)
+        if parent.exists() and parent.samefile(asked.out_dir):  # --no-resume would move it aside
+            raise UserError(
+                f"--out-dir is the folder of the parent (--branch-from), {parent}. Name another folder for the branch."
+            )
     own = load_own(asked)
     if own:
         return Source(CONTINUED, asked.out_dir, own["config"], own, models.from_checkpoint(own))
     if asked.branch_from:
-        parent = checkpoints.load_parent(asked.branch_from)
-        return Source(BRANCH, asked.branch_from, parent["config"], parent, models.from_checkpoint(parent))
+        saved = checkpoints.load_state(asked.branch_from)
+        if not saved:
+            raise UserError(
+                f"There is no checkpoint in {asked.branch_from} that can be continued. Give a run's folder or its "
+                "model_*.pt, or use --init-from for weights alone."
+            )
+        return Source(BRANCH, asked.branch_from, saved["config"], saved, models.from_checkpoint(saved))
     if asked.init_from:
         model = models.load_saved_model(asked.init_from)
         kind = TUNED if asked.max_steps else EVALUATION
@@ -238,13 +254,6 @@ def start_branch(source: Source, start: Start) -> Start:
     return start._replace(saved=fresh, branched=branched)
 
 
-def has_other_data(asked: Any, typed: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether a branch names other folders than its parent has, without shares for them."""
-    if "data" not in typed or "data_weights" in typed:
-        return False
-    return [*map(os.path.realpath, asked.data)] != [*map(os.path.realpath, settings["data"])]
-
-
 def load_own(asked: Any) -> Checkpoint | None:
     """The newest checkpoint of the run that continues in out_dir; None for a new run."""
     if asked.resume:
@@ -260,14 +269,6 @@ def folder_of(source: str) -> Path:
     """The folder of a run, given that folder or one of its checkpoints."""
     path = Path(source)
     return path.parent if path.is_file() else path
-
-
-def check_folder_of_branch(parent: Path, out_dir: str) -> None:
-    """Raise UserError if the branch has its parent's folder, which --no-resume would move aside."""
-    if parent.exists() and parent.samefile(out_dir):
-        raise UserError(
-            f"--out-dir is the folder of the parent (--branch-from), {parent}. Name another folder for the branch."
-        )
 
 
 def refuse_another_recipe(source: Source, config: Any) -> None:
@@ -300,7 +301,7 @@ def say_what_is_taken_over(source: Source, asked: Any, typed: dict[str, Any], *,
     taken = []
     for name, value in inheritable(type(config), source.settings).items():
         expected = getattr(asked, name)
-        if name not in typed and value == getattr(config, name) != expected != "auto":
+        if name not in typed and value == getattr(config, name) and expected not in ("auto", value):
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             taken.append(f"{name} {shown}")
     if taken:
@@ -315,7 +316,7 @@ def check_config(
 
     complaints: the trainer's sentences; is_wide: see `devices.choose_dtype`.
     """
-    found = [*complaints, *data_complaints(config, typed), *complaints_here(config, world)]
+    found = [*complaints, *complaints_here(config, typed, world)]
     dtype = config.dtype
     try:
         dtype = devices.choose_dtype(dtype, world.device, is_wide)
@@ -325,8 +326,8 @@ def check_config(
     return dataclasses.replace(config, dtype=dtype)
 
 
-def data_complaints(c: Any, typed: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each thing that is wrong with a TrainConfig's folders of data and how long it reads them."""
+def complaints_here(c: Any, typed: dict[str, Any], world: World) -> Iterator[str]:
+    """A sentence for each setting of a TrainConfig that does not fit the others, this machine or its ranks."""
     folders = {os.path.realpath(folder) for folder in c.data}
     if len(folders) < len(c.data):
         yield f"--data names a folder twice: {' '.join(c.data)}. Name each once, and set shares with --data-weights."
@@ -340,10 +341,6 @@ def data_complaints(c: Any, typed: dict[str, Any]) -> Iterator[str]:
         yield "--passes, --tokens-per-parameter and --max-steps set the length of the run. Give one of them."
     if c.passes and weights:
         yield "--passes has no meaning with --data-weights: the folders' epochs differ. Give --max-steps instead."
-
-
-def complaints_here(c: Any, world: World) -> Iterator[str]:
-    """A sentence for each setting of a TrainConfig that is wrong on this machine or for this number of ranks."""
     T, total = c.sequence_length, c.total_batch_size
     smallest = T * world.size
     if smallest > 0 and total > 0 and total % smallest:
@@ -374,27 +371,22 @@ def check_data(start: Start, loader: Any, val_loaders: list[Any]) -> None:
             "the tokenizer": enc.name,
         }
     )
-    for folder, val_loader in zip(start.folders, val_loaders):
-        own = list(val_loader.order.splits)
-        if loader.order.name == "train":
-            own += [split for split in loader.order.splits if split.folder is folder]
-        shards.check_folder(folder.path, own, meta=folder.meta, enc=enc)
+    for folder in start.folders:
+        shards.check_folder(folder)
     # with shares, a folder is read as often as needed
     if loader.order.name == "train" and not config.data_weights:
-        options = dict(num_windows=loader.num_windows, at_least=config.total_batch_size)
-        shards.check_size(" ".join(config.data), "train", loader.T, **options)
+        named, num_windows = " ".join(config.data), loader.num_windows
+        shards.check_size(named, "train", loader.T, num_windows=num_windows, at_least=config.total_batch_size)
 
 
-def make_model(
-    model_class: type, start: Start, prepare: Callable[[Any, Any], None], *, shard: Any, text: Any
-) -> Any:
+def make_model(make: Callable[[Any], Any], start: Start, *, shard: Any, text: Any) -> Any:
     """The model that the run starts with, as the ranks hold it.
 
-    prepare(model, config) sets how this run computes it; shard: see `Shared`; text: a batch of data (B, T).
+    make(config): a new model for this TrainConfig; shard: see `Shared`; text: a batch of data (B, T).
     """
     return start.layout.make(
-        functools.partial(first_model, model_class, start, prepare),
-        functools.partial(empty_model, model_class, start, prepare),
+        functools.partial(first_model, make, start),
+        functools.partial(memory.new_model, make, start.config),
         examine=functools.partial(examine, start, text),
         shard=functools.partial(shard, config=start.config),
     )
@@ -402,38 +394,22 @@ def make_model(
 
 def examine(start: Start, text: Any, model: Any) -> bool:
     """Whether a cache works for the model of this start. text: a batch of data (B, T)."""
-    # made here, because the random numbers before the model decide its weights
-    texts = checks.make_texts(start.folders[0].enc.n_vocab, start.config.block_size, text)
-    return checks.examine(model, texts)
+    return checks.examine(model, start.folders[0].enc.n_vocab, start.config.block_size, text)
 
 
-def first_model(model_class: type, start: Start, prepare: Callable[[Any, Any], None]) -> Any:
-    """On rank 0: a new model, or one with the weights that the run starts from."""
-    config = start.config.model_config
-    if start.saved:
-        model = model_of_checkpoint(model_class, start, start.saved["model"])
-    elif start.weights is not None:
-        model = models.from_state(model_class, config, start.weights, extends=True, old_ids=start.old_ids)
-    else:
-        start.layout.check_memory(functools.partial(model_class, config))
-        model = memory.new_model(model_class, config)
-    prepare(model, start.config)
-    return model
+def first_model(make: Callable[[Any], Any], start: Start) -> Any:
+    """On rank 0: a new model, or one with the weights that the run starts from.
 
-
-def empty_model(model_class: type, start: Start, prepare: Callable[[Any, Any], None]) -> Any:
-    """On other ranks: a model whose weights rank 0 replaces."""
-    model = memory.new_model(model_class, start.config.model_config)
-    prepare(model, start.config)
-    return model
-
-
-def model_of_checkpoint(model_class: type, start: Start, weights: dict[str, torch.Tensor]) -> Any:
-    """The model in the run's or its parent's checkpoint. UserError if a branch's settings change a weight's shape."""
-    extends = start.branched is not None  # the buffers of a branch may have other shapes
-    model = models.from_state(model_class, start.config.model_config, weights, extends=extends)
+    UserError if a branch's settings change a weight's shape.
+    """
+    config, weights = start.config, start.weights
+    if weights is None:
+        memory.check_memory(functools.partial(make, config), start.layout.world, shares=start.layout.shares)
+        return memory.new_model(make, config)
+    # the buffers of a branch may have other shapes
+    model = models.from_state(make, config, weights, extends=start.kind != CONTINUED, old_ids=start.old_ids)
     for name, p in model.named_parameters():
-        if name in weights and p.shape != weights[name].shape:
+        if start.kind == BRANCH and name in weights and p.shape != weights[name].shape:
             raise UserError(
                 f"With the typed settings, {name} has {len(p)} rows instead of {len(weights[name])}, and a branch "
                 "keeps the shapes of its parent's weights. Leave out the flags that change the model, or start a new "

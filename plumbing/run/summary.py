@@ -35,7 +35,7 @@ def print_summary(start: Any, parts: Any) -> None:
 def print_account(start: Any, parts: Any) -> None:
     """Print in a dry run what the run would do and cost, and the command that starts it."""
     time = ""
-    if sum(p.numel() for p in parts.raw_model.parameters()) >= A100_PARAMETERS:
+    if memory.count_parameters(parts.raw_model) >= A100_PARAMETERS:
         seconds = tokens_left(start) * parts.flops_per_token / A100_FLOPS
         time = f": {duration(seconds)} on an A100, {duration(seconds / 8)} on 8, at 40% of their peak"
     print_rows(training_rows(start, parts, time))
@@ -71,7 +71,7 @@ def training_rows(start: Any, parts: Any, time: str) -> Iterator[Row]:
     yield from group_rows(parts.optimizers)
     yield from data_rows(start, parts.loader)
     if config.vocab_size > BYTE_IDS:
-        optimal = short(TOKENS_PER_PARAMETER * sum(p.numel() for p in parts.raw_model.parameters()))
+        optimal = short(TOKENS_PER_PARAMETER * memory.count_parameters(parts.raw_model))
         yield "", f"(compute-optimal for this size: {optimal} tokens, by Hoffmann et al. 2022)"
     yield validation_row(parts)
     B, T, ranks = parts.found.B, config.sequence_length, parts.world.size
@@ -85,7 +85,7 @@ def training_rows(start: Any, parts: Any, time: str) -> Iterator[Row]:
 
 
 def model_row(parts: Any) -> Row:
-    parameters = sum(p.numel() for p in parts.raw_model.parameters())
+    parameters = memory.count_parameters(parts.raw_model)
     world = parts.world
     return "model", f"{parameters:,} parameters on {world.size} x {world.device_name}, {parts.config.dtype}"
 

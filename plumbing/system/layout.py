@@ -21,15 +21,7 @@ class Whole:
 
     def __init__(self, world: World):
         self.world = world
-
-    @property
-    def copies(self) -> int:
-        """How many whole models are trained, so that DDP averages their gradients."""
-        return self.world.size
-
-    def check_memory(self, make: Make) -> None:
-        """On rank 0: raise UserError if training the model takes more memory than there is."""
-        memory.check_memory(make, self.world, shares=self.shares)
+        self.copies = world.size  # of the whole model: with several, DDP averages their gradients
 
     def make(self, first: Make, empty: Make, *, examine: Any, shard: Any) -> Any:
         """The model with its first weights on this rank's device.
@@ -69,13 +61,9 @@ class Whole:
         """`state` with whole tensors on rank 0."""
         return state
 
-    def hand_out(self, state: Any) -> Any:
-        """Rank 0's `state` on every rank."""
-        return self.world.broadcast_from_master(lambda: state)
-
     def hand_out_optimizer(self, state: Any, parameters: list[Any]) -> dict[str, Any]:
         """Rank 0's state dict of an optimizer, for this rank's parameters."""
-        return self.hand_out(state)
+        return self.world.broadcast_from_master(lambda: state)
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise UserError if a resume could not give this training state back to the ranks."""
@@ -92,11 +80,8 @@ class Imagined(Whole):
         super().__init__(world)
         self.shares = shares
 
-    def check_memory(self, make: Make) -> None:
-        """The account says what fits."""
-
     def make(self, first: Make, empty: Make, *, examine: Any, shard: Any) -> Any:
-        return memory.imagine(first)
+        return memory.imagine(empty)
 
     def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
         return trial.estimate(attempt)

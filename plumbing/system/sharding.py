@@ -28,10 +28,7 @@ class Shared(Whole):
     def __init__(self, world: World):
         super().__init__(world)
         self.shares = world.size
-
-    @property
-    def copies(self) -> int:
-        return 1
+        self.copies = 1
 
     def make(
         self, first: Make, empty: Make, *, examine: Callable[[Any], bool], shard: Callable[[Any, World], None]
