@@ -22,7 +22,8 @@ from train_gpt2 import GPT, CausalSelfAttention, load_model
 
 from harness import Touch, assert_same_tensors, listing, parrot_model, tiny_model
 
-pytestmark = [pytest.mark.gpt2, pytest.mark.usefixtures("whole_text")]
+pytestmark = pytest.mark.gpt2
+whole_text = pytest.mark.usefixtures("whole_text")
 
 BYTES = tokenizers.get_encoding("bytes")
 CHAT = tokenizers.get_encoding("bytes+chat")
@@ -295,7 +296,7 @@ def with_activation(activation):
 
 def with_vector_where(condition, block_size):
     """A model that adds a vector to the embeddings of some ids (B, T)."""
-    model = tiny_model(vocab_size=257, block_size=block_size)
+    model = tiny_model(vocab_size=257, block_size=block_size, n_layer=1)
     vector = torch.randn(32) / 4
 
     def add(wte, args, x):
@@ -349,17 +350,22 @@ def refused_export(model, hf):
     assert not hf.exists()
 
 
-@pytest.mark.parametrize("block_size", [32, 1024])
-@pytest.mark.parametrize("name", DEPENDS_ON)
+LONG = ["tokens since the document began", "CR LF", "blanks in a row"]
+
+
+@whole_text
+@pytest.mark.parametrize("name, block_size", [*((name, 32) for name in DEPENDS_ON), *((name, 1024) for name in LONG)])
 def test_a_model_that_depends_on_what_a_text_has_is_not_exported(name, block_size, tmp_path):
     refused_export(with_vector_where(DEPENDS_ON[name], block_size), tmp_path / "hf")
 
 
+@whole_text
 def test_a_model_that_depends_on_how_long_the_text_is_is_not_exported(tmp_path):
     model = with_vector_where(lambda ids: torch.full(ids.shape, ids.size(1) < 64), block_size=64)
     refused_export(model, tmp_path / "hf")
 
 
+@whole_text
 @pytest.mark.parametrize("size", [512, 1024, 2047])
 def test_a_model_with_a_window_below_the_block_size_is_not_exported(size, tmp_path, monkeypatch):
     """Of whatever size the model is, and the window: not the first thousand tokens alone are compared."""

@@ -47,6 +47,7 @@ LENGTH = flags(sequence_length=64, block_size=64)
 SMALL = [*SHORT, *LENGTH, *flags(n_layer=1, n_head=2, n_embd=32, compile=False)]
 MY_TEXTS = [*SMALL, "--data", "my_texts"]
 DOCS = [*SHORT, "--data", "docs"]
+NARROW = [*DOCS, "--n-embd", "32"]
 EVALUATED = flags(
     data="my_texts", sequence_length=64, val_tokens=256, hellaswag_every=0, sample_every=0, device="cpu"
 )
@@ -70,17 +71,17 @@ JOURNEYS = {
         "python sample.py --chat -m log/chats": FEW,
     },
     "a researcher": {
-        "python train_gpt2.py --preset quickstart": DOCS,
-        "python train_gpt2.py --preset quickstart --max-steps 200": DOCS,
-        "python train_relu2.py --preset quickstart --max-steps 200": DOCS,
+        "python train_gpt2.py --preset quickstart": NARROW,
+        "python train_gpt2.py --preset quickstart --max-steps 200": NARROW,
+        "python train_relu2.py --preset quickstart --max-steps 200": NARROW,
         'python sample.py "The" -m log/relu2-1 --code train_relu2.py': FEW,
         'python fineweb.py --input "*.py"': [],
-        "python train_gpt2.py --preset quickstart --data python_docs code": SHORT,
+        "python train_gpt2.py --preset quickstart --data python_docs code": [*SHORT, "--n-embd", "32"],
         "python train_gpt2.py --branch-from log/mixture": FOUR_STEPS,
-        "python train_ema.py --preset quickstart": DOCS,
+        "python train_ema.py --preset quickstart": NARROW,
         "average.pt": [],
         'python sample.py "The" -m average.pt --code train_ema.py': FEW,
-        "python train_student.py --preset quickstart --n-layer 2": DOCS,
+        "python train_student.py --preset quickstart --n-layer 2": NARROW,
     },
     "an operator": {
         'python fineweb.py --input "texts/*.parquet" --out-dir my_texts': BYTES,
