@@ -339,7 +339,7 @@ def prepare(options: Options) -> str:
     flags.check(options, complaints)
     if options.dataset == Options.dataset and not options.config and not options.input:
         options = dataclasses.replace(options, config="all")
-    folder, sources, meta = preparation.plan(options, types=(".jsonl", ".parquet", ".csv"))
+    folder, sources, meta = preparation.plan(options)
     if options.init_from:
         from plumbing.run.models import load_saved_model  # imports torch
 

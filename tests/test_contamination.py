@@ -114,7 +114,7 @@ def test_a_match_of_bytes_tells_little(byte_shards, capsys):
 @pytest.mark.parametrize(
     "folder, name, words",
     [
-        ("none", "text.jsonl", "no shards in"),
+        ("none", "text.jsonl", "no val shards in"),
         (".", "text.jsonl", "Line 1 of"),
         (".", "short.jsonl", "has 13 tokens"),
         (".", "missing.jsonl", "Download HellaSwag's examples with hellaswag.py"),

@@ -465,7 +465,7 @@ def test_a_column_of_a_table_may_hold_conversations(name):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["a.txt"], "Give files that end in .jsonl"),
+        (["a.txt"], "No row can be used. Piece 1 of a.txt is not a conversation"),
         (["one.jsonl"], "One conversation is not enough: another is needed to validate on. Add more."),
         (["one.jsonl", "--init-from", "x"], "leave --tokenizer out"),
         (["one.jsonl", "--out-dir", ""], "--out-dir: its value is empty"),

@@ -43,10 +43,10 @@ class Files(NamedTuple):
     split: str = ""
 
 
-def find_files(options: Any, types: Sequence[str] = tuple(TYPES)) -> Files:
+def find_files(options: Any) -> Files:
     """Find the files that a script's options name: input, or dataset, config, split and revision."""
     if options.input:
-        return Files("input", list_inputs(options.input, types))
+        return Files("input", list_inputs(options.input))
     if options.dataset == "python-docs":
         return Files("python-docs", [Source(python_docs.NAME)])
     dataset, config = ALIASES.get(options.dataset, (options.dataset, options.config))

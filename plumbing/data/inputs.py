@@ -77,25 +77,24 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 
 
-def supported_files(types: Sequence[str] = tuple(TYPES)) -> str:
+def supported_files() -> str:
     """The files that can be read, in words."""
     endings = []
-    for kind in types:
+    for kind in TYPES:
         endings += TYPES[kind].split()[:4]
-    others = " and other text and source code" if ".txt" in types else ""
-    return f"files that end in {', '.join(endings)}{others} (.gz and .zst are unpacked)"
+    return f"files that end in {', '.join(endings)} and other text and source code (.gz and .zst are unpacked)"
 
 
-def list_inputs(patterns: Sequence[str], types: Sequence[str] = tuple(TYPES)) -> list[Source]:
+def list_inputs(patterns: Sequence[str]) -> list[Source]:
     """The files that `patterns` name, in this order: a file, a folder's files, or a glob's matches, sorted by name."""
     names = []
     for pattern in patterns:
-        names += list_names(pattern, types)
+        names += list_names(pattern)
     return [local_source(name) for name in names]
 
 
-def list_names(pattern: str, types: Sequence[str]) -> list[str]:
-    """The files of these types at a path, directly in a folder, or matching a glob. A note counts all others."""
+def list_names(pattern: str) -> list[str]:
+    """The files of known types at a path, directly in a folder, or matching a glob. A note counts all others."""
     is_folder = os.path.isdir(pattern)
     if is_folder and is_data_set(pattern):
         raise UserError(
@@ -108,7 +107,7 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
         names = sorted(str(path) for path in Path(pattern).rglob("*") if not path.is_dir())
     elif not os.path.lexists(pattern):
         names = [name for name in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(name)]
-    kept = [name for name in names if file_type(name) in types]
+    kept = [name for name in names if file_type(name)]
     if names != [pattern]:
         kept = [name for name in kept if not NO_DATA.search(name)]
     if is_folder:
@@ -121,17 +120,17 @@ def list_names(pattern: str, types: Sequence[str]) -> list[str]:
             "and smoltalk.py). From another server, download the file first: curl -LO ADDRESS."
         )
     if not kept:
-        advice = advice_on(left_out[-1], types)
-        raise UserError(f"{left_out[-1]} is not read as input. Give {supported_files(types)}.{advice}")
+        advice = advice_on(left_out[-1])
+        raise UserError(f"{left_out[-1]} is not read as input. Give {supported_files()}.{advice}")
     if left_out:
-        example = f"{left_out[0]}.{advice_on(left_out[0], types)}"
+        example = f"{left_out[0]}.{advice_on(left_out[0])}"
         console.note(f"{len(left_out)} of {len(names)} files in {pattern} are left out, such as {example}")
     return kept
 
 
-def advice_on(name: str, types: Sequence[str]) -> str:
+def advice_on(name: str) -> str:
     """How a file that was left out can be read; "" if that is unknown."""
-    if file_type(name) in types:  # a hidden one, one in a folder, or one of NO_DATA
+    if file_type(name):  # a hidden one, one in a folder, or one of NO_DATA
         return " To read it, give its path, or a glob such as 'FOLDER/**'."
     commands = [command for command, endings in CONVERSIONS.items() if suffix_of(name) in endings.split()]
     return f" Convert it: {commands[0]}" if commands else ""

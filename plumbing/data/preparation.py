@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from plumbing.cli import console
 from plumbing.cli.console import UserError
-from plumbing.data import downloads, hub, inputs, shards, tokenizers
+from plumbing.data import downloads, hub, shards, tokenizers
 from plumbing.data.inputs import Source
 from plumbing.data.options import DataOptions
 from plumbing.data.readers import Counts, Row, Unusable, read_rows
@@ -101,16 +101,14 @@ def data_set_complaints(options: DataOptions) -> list[str]:
     return []
 
 
-def plan(
-    options: DataOptions, *, types: Sequence[str] = tuple(inputs.TYPES), default: str = ""
-) -> tuple[str, list[Source], Meta]:
+def plan(options: DataOptions, *, default: str = "") -> tuple[str, list[Source], Meta]:
     """(folder, files, initial Meta) for the shards that a script's options describe.
 
     default: the default of --out-dir, if the folder is not named after the data set. For each folder, the hub is asked
     for its files only once.
     """
     if options.input:
-        files = hub.find_files(options, types)
+        files = hub.find_files(options)
         default = os.path.basename(files.sources[0].name).lstrip(".").split(".")[0]  # books.jsonl.gz: books
         if os.path.isdir(options.input[0]):
             default = os.path.basename(os.path.abspath(options.input[0])) + "_shards"
@@ -120,7 +118,7 @@ def plan(
         meta = read_meta(folder)
         with shards.damage_named(folder):
             files = hub.recorded_files(meta, options)
-        files = files or hub.find_files(options, types)
+        files = files or hub.find_files(options)
     meta = Meta(files.dataset, complete=False)
     meta.made_from = {name: value for name, value in vars(options).items() if name not in UNRECORDED}
     meta.made_from |= {"config": files.config, "split": files.split, "revision": files.commit}
