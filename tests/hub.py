@@ -84,11 +84,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 continue
             for parent in map(str, PurePosixPath(path).parents):
                 entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": "0" * 40}
-            oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entries[path] = {"type": "file", "path": path, "size": len(content), "oid": oid}
+            entry = entries[path] = {"type": "file", "path": path, "size": len(content)}
+            in_git = content
             if path.endswith(".parquet"):
                 sha = hashlib.sha256(content).hexdigest()
-                entries[path]["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
+                in_git = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\n".encode()
+                entry["lfs"] = {"oid": sha, "size": len(content), "pointerSize": len(in_git)}
+            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(in_git) + in_git).hexdigest()
         if not entries:
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
         for parent in [folder or ".", *map(str, PurePosixPath(folder).parents)]:

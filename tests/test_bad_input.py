@@ -13,13 +13,15 @@ import pytest
 import tiktoken
 import torch
 import train_gpt2
-from plumbing.data import downloads
+from plumbing.data import downloads, tokenizers
 from plumbing.run import run as run_folder
+from plumbing.system import devices
 
 from harness import (
     Touch,
     assert_same_run,
     change_checkpoint,
+    change_meta,
     error_in,
     listing,
     make_shards,
@@ -86,6 +88,7 @@ CONFIGURATIONS = [
     ("--init-from run --n-embd 64", "--n-embd is 64, but the weights that the run starts from have 32"),
     ("--init-from run --n-layer 3", "--n-layer is 3"),
     ("--init-from run --n-head 4", "--n-head is 4"),
+    ("--total-batch-size 8192 --batch-size 512", "train shards in data hold only 4,688 tokens", "8,192 are needed"),
     ("--vocab-size 200", "room for 200 token ids", "257 or more"),
     ("--device tpu", "no device 'tpu'"),
     (
@@ -109,9 +112,18 @@ def test_a_configuration_that_cannot_be(typed_and_said, folder):
     assert all(text in line for text in said), line
 
 
-def test_all_complaints_are_said_together(folder):
-    line = error_of_run(folder, n_embd=33, val_tokens=1, total_batch_size=1000, max_lr=0.0, beta2=1.0)
-    for text in ("--max-lr is 0.0,", "--beta2 is 1.0,", "--n-embd 33", "--val-tokens", "multiple of 16"):
+def test_all_complaints_are_said_together(folder, monkeypatch):
+    monkeypatch.setattr(devices, "has_float8", lambda device: False)
+    wrong = dict(n_embd=33, val_tokens=1, total_batch_size=1000, max_lr=0.0, beta2=1.0, dtype="fp8")
+    line = error_of_run(folder, **wrong)
+    for text in (
+        "--max-lr is 0.0,",
+        "--beta2 is 1.0,",
+        "--n-embd 33",
+        "--val-tokens",
+        "multiple of 16",
+        "--dtype fp8",
+    ):
         assert text in line
 
 
@@ -141,6 +153,27 @@ METAS = {
 def test_shards_that_are_not_complete_or_lack_their_tokenizer(meta, folder):
     (folder / "data" / "meta.json").write_text(meta, encoding="utf-8")
     assert METAS[meta] in error_of_run(folder)
+
+
+def test_a_shard_of_another_length_than_meta_json_says(folder):
+    lengths = change_meta(folder / "data")["shards"]
+    change_meta(folder / "data", shards=lengths | {"tiny_train_000002.npy": 1705})
+    assert "tiny_train_000002.npy has 1,705 tokens in meta.json and 1,700 on disk" in error_of_run(folder)
+
+
+def test_shards_of_another_tokenizer_than_the_run_has(folder):
+    """Their ids are the same."""
+    enc = tokenizers.get_encoding("bytes")
+    other = tiktoken.Encoding(
+        "other",
+        pat_str=enc._pat_str,
+        mergeable_ranks={bytes([255 - ord(byte)]): i for byte, i in enc._mergeable_ranks.items()},
+        special_tokens=enc._special_tokens,
+    )
+    tokenizers.write_encoding(other, folder / "data" / "tokenizer.tiktoken")
+    change_meta(folder / "data", tokenizer=tokenizers.read_encoding(folder / "data" / "tokenizer.tiktoken").name)
+    (folder / "run" / "model_00004.pt").unlink()
+    assert ", but the model uses bytes. " in error_of_run(folder, out_dir="run")
 
 
 def test_shards_that_lack_a_split(folder):

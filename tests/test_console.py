@@ -1,5 +1,6 @@
 """What a run tells whoever watches it: a line of 80 columns for each step, the time left, bars, log.txt and run.txt."""
 
+import contextlib
 import errno
 import functools
 import io
@@ -18,7 +19,7 @@ import torch
 import tqdm.std
 import train_gpt2
 from plumbing.cli import console
-from plumbing.run import commands, logs, source_code
+from plumbing.run import logs, source_code
 from plumbing.run import run as run_folder
 from plumbing.system import devices
 
@@ -26,6 +27,7 @@ from harness import (
     at_steps,
     examples_file,
     full_disk,
+    losses,
     patched,
     read_log,
     refused,
@@ -141,11 +143,19 @@ def test_run_txt_has_the_command_that_was_typed(data, out):
     assert read(words) == read(args)
 
 
-def test_the_command_for_several_machines_is_torchruns(monkeypatch):
-    for name, value in dict(MASTER_ADDR="node1", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8").items():
-        monkeypatch.setenv(name, value)
+def train_as_on_two_nodes(args):
+    """From the first write on, this process says that it is one of 16 on two nodes."""
+    nodes = dict(MASTER_ADDR="node1", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8")
+    with patched(source_code, "git", lambda *words: os.environ.update(nodes) or ""):
+        train_gpt2.main(args)
+
+
+def test_run_txt_has_the_ranks_and_the_command_of_all_nodes(data, out):
+    run(train_as_on_two_nodes, tiny_flags(data, out, max_steps=1, val_every=0))
+    text = (out / "run.txt").read_text(encoding="utf-8")
+    assert "\nranks: 16\n" in text
     nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc-per-node=8"
-    assert commands.launcher() == ["torchrun", *nodes.split()]
+    assert f"\ncommand: torchrun {nodes} " in text
 
 
 def test_run_txt_has_a_block_for_each_start_with_what_was_not_committed(data, out):
@@ -194,6 +204,24 @@ def test_samples_txt_has_four_texts_at_each_step_that_is_due(data, out):
     assert list(texts) == [6, 12]
     for four in texts.values():
         assert [text[:5] for text in four] == ["ab\ncd"] * 4
+
+
+def test_a_run_prints_lines_of_at_most_80_columns_that_steer_no_terminal(data, monkeypatch, tmp_path):
+    """And returns to Python what it ended with, as it does again when it is finished."""
+    monkeypatch.chdir(tmp_path)
+    prompt = "\x1b[2Jabcdefgh\r" * 2
+    printed = io.StringIO()
+    for _ in range(2):
+        with contextlib.redirect_stdout(printed):
+            ended = train_gpt2.main(tiny_flags("data", "out", sample_every=6, sample_prompt=prompt, block_size=64))
+        assert ended.step == 12
+        assert ended.losses == {stream: losses("out", stream)[-1] for stream in ended.losses}
+        assert {"train", "val"} <= ended.losses.keys()
+    wide = [line for line in printed.getvalue().split("\n") if len(line) > 80]
+    assert not [line for line in wide if not line.startswith(("    python", "Settings", "note: "))]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", printed.getvalue())
+    card = Path("out/hf/README.md").read_text(encoding="utf-8")
+    assert f"| {losses('out', 'val')[-1]:.4f} |" in card
 
 
 # ----- Bars and errors ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from plumbing.data import downloads, preparation, shards, tokenizers
 from plumbing.data import hub as hub_files
 
 from corpora import (
+    TABLES,
     as_bytes,
     die_at_rename,
     holds,
@@ -579,6 +580,7 @@ def test_ready_made_shards_come_whole(ready_made, hub):
     fineweb.main(["--pretokenized", "2"])
     folder = Path("edu_fineweb10B")
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == ready_made
+    assert {*listing(folder)} == {*ready_made, "meta.json", *TABLES}
     meta = read_meta(folder)
     assert meta["shards"] == dict.fromkeys(ready_made, 1000)
     assert meta["tokens"] == 3000

@@ -13,8 +13,11 @@ import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.system import devices, distributed
 
+import edits
+from edits import train_changed
 from harness import (
     at_steps,
+    change_meta,
     error_in,
     forked_torchrun,
     losses,
@@ -56,6 +59,26 @@ def test_ranks_with_different_data_are_refused(name, kind, refusal_of_two, folde
     other = make_shards(tmp_path / "other", seed=1)
     shutil.copy(other / f"tiny_{name}.npy", mixed)
     assert f"Rank 1 does not agree with rank 0: the {kind} data is " in refusal_of_two(data=mixed)
+
+
+def test_ranks_whose_data_have_different_tokenizers_are_refused(refusal_of_two, folder, tmp_path):
+    chats = shutil.copytree(folder, tmp_path / "chats")
+    change_meta(chats, tokenizer="bytes+chat")
+    said = refusal_of_two(data=chats)
+    assert "Rank 1 does not agree with rank 0: the tokenizer is bytes+chat instead of bytes." in said
+
+
+def train_own_file(paths, args):
+    train_changed(paths[int(os.environ["RANK"])], args)
+
+
+def test_ranks_with_different_code_are_refused(folder, out, tmp_path):
+    paths = []
+    for name, edit in (("ours", {}), ("theirs", {edits.GELU: "self.c_proj(self.c_fc(x))"})):
+        (tmp_path / name).mkdir()
+        paths.append(edits.write_trainer(tmp_path / name / "train_gpt2.py", edit))
+    said, _ = run(train_own_file, paths, tiny_flags(folder, out), ranks=2, ends=[2, 2])
+    assert "Rank 1 does not agree with rank 0: the version of train_gpt2.py is" in error_in(said)
 
 
 def train_with_an_older_torch_on_rank_1(args):

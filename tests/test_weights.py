@@ -17,7 +17,7 @@ import sample
 import torch
 import train_gpt2
 from plumbing.data import tokenizers
-from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
+from plumbing.run.checkpoint import PeerConfig, load_checkpoint, newest_checkpoint, unpickle
 
 from harness import (
     Touch,
@@ -220,6 +220,16 @@ def test_a_peers_checkpoint_is_read(name, peers, capsys):
     assert enc.name == "gpt2"
     assert model.config.n_head == 2
     assert_same_tensors(dict(model.state_dict()), dict(expected))
+
+
+@pytest.mark.parametrize("module", ["__main__", "train_gpt2", "model"])
+def test_a_peers_script_may_have_been_imported_by_any_of_its_names(module, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "model", types.ModuleType("model"))
+    monkeypatch.setattr(sys.modules[module], "GPTConfig", GPTConfig, raising=False)
+    monkeypatch.setattr(GPTConfig, "__module__", module)
+    torch.save(GPTConfig(), tmp_path / "config.pt")
+    monkeypatch.undo()
+    assert isinstance(unpickle(tmp_path / "config.pt"), PeerConfig)
 
 
 @pytest.mark.gpt2
