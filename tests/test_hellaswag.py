@@ -108,26 +108,6 @@ def test_scores_equal_four_independent_rows_whatever_the_batch_and_the_chunks_of
         assert score(model, examples, ENC.n_vocab, at_most=at_most)[0] == same
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 500, 2000, 10**6])
-@pytest.mark.parametrize("multiple", [0, 16])
-def test_no_batch_is_larger_than_it_may_be(multiple, batch_tokens):
-    """Its tokens are those of four rows per example, padding and the cache of what they share included."""
-    rng = np.random.default_rng(0)
-    contexts = rng.integers(1, 90, 60)
-    longest = rng.integers(1, 40, 60)  # of the endings
-    rows = []
-    for context, ending in zip(contexts, longest):
-        rows.append([([0] * context, [0] * length) for length in (1, 1, 1, ending)])
-    seen = []
-    for batch, cut in hellaswag.make_batches(rows, batch_tokens, multiple):
-        seen += batch
-        assert cut < contexts[batch].min()
-        assert cut % (multiple or 100) == 0
-        length = (contexts + longest)[batch].max() - 1
-        assert len(batch) == 1 or 4 * len(batch) * length <= batch_tokens
-    assert sorted(seen) == list(range(60)), "each example is in one batch"
-
-
 @pytest.mark.parametrize("B, T", [(4, 64), (8, 32)])
 def test_in_training_no_batch_has_more_tokens_than_one_of_training(B, T, data, out, tmp_path):
     """But for a single example, whose four rows may be longer."""
