@@ -273,6 +273,10 @@ class GPT(nn.Module):
         self.lm_head = init_normal(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         self.lm_head.weight = self.transformer.wte.weight  # weight tying: one matrix for input and output
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(dict.fromkeys(self.transformer.h))  # a model may use one block several times
+
     def hidden_states(self, idx: torch.Tensor, cache=None) -> torch.Tensor:
         """Map token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
 
@@ -1037,7 +1041,7 @@ def shard(model, world, config):
     if config.dtype != "float32" and (world.device.type, config.dtype) != ("cpu", "float16"):
         dtype = matmul_dtype(config)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in dict.fromkeys(model.transformer.h):  # a model may use one block several times
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)  # embeddings and the final norm stay in float32
 
@@ -1060,7 +1064,7 @@ def wrap(raw_model, config, layout):
     """
     model = torch.compile(raw_model, dynamic=False) if config.compile else raw_model
     if config.compile and layout.shares > 1:  # FSDP's hooks and checkpoint() hide the blocks from torch.compile
-        for block in dict.fromkeys(raw_model.transformer.h):
+        for block in raw_model.blocks:
             block.compile(dynamic=False)
     if layout.copies > 1:
         # subtle: the first call compiles inside DDP, which splits the graph at its gradient buckets, so that their

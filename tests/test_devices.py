@@ -176,7 +176,7 @@ def test_recomputing_keeps_less_than_a_third(data, tmp_path):
     for recomputes in (False, True):
         out = tmp_path / f"{recomputes}"
         train(data, out, n_layer=6, n_embd=48, activation_checkpointing=recomputes, max_steps=1)
-        kept.append(read_starts(out / "run.txt")[0]["ran"]["kept_bytes"])
+        kept.append(read_starts(out / "run.txt")[0]["ran"]["account"]["sequence"])
     assert 0 < kept[1] < kept[0] / 3
 
 
@@ -200,13 +200,9 @@ def test_more_memory_never_lowers_b(planned_B):
 
 
 def test_ranks_on_a_machine_share_its_memory(planned_B, monkeypatch):
-    alone = planned_B(1)
+    alone = planned_B(2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert planned_B(1) < alone
-
-
-def test_a_dry_run_plans_for_the_compiler_that_the_run_will_use(planned_B):
-    assert planned_B(0.8, compile=True) > planned_B(0.8)
+    assert planned_B(2) < alone
 
 
 def test_a_batch_that_cannot_fit_is_not_tried(data, out, monkeypatch):

@@ -33,6 +33,7 @@ from harness import (
     train,
 )
 from simulated_gpu import gpu as simulated
+from simulated_gpu import tracker
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,25 @@ def test_a_run_with_everything(name, gpu, folder, out):
     for path in list_checkpoints(out):
         for weight in load_checkpoint(path)["model"].values():
             assert weight.isfinite().all()
+
+
+@pytest.mark.gpt2
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the simulated GPU is for torch 2.13")
+@pytest.mark.parametrize("flag", ["", "--activation-checkpointing"])
+@pytest.mark.parametrize(
+    "device, shape",
+    [("cuda", "--preset gpt2 --n-layer 3"), ("cpu", "--preset gpt2-xl --n-layer 3 --vocab-size 8192")],
+)
+def test_the_account_is_what_torchs_own_tracker_counts(device, shape, flag, gpu, tmp_path, monkeypatch):
+    """Also on a machine without a GPU, of another machine's."""
+    monkeypatch.chdir(tmp_path)
+    common = f"{shape} {flag} --sequence-length 256 --gpu-memory 24 --batch-size 4"
+    lines = [f"{common} {layout}" for layout in ("--shard --gpus 2", "--shard --gpus 8", "--gpus 8")]
+    status, said = gpu(tracker.compare, lines, device)
+    assert status == 0
+    for line in said.splitlines():
+        told = json.loads(line)
+        assert told["account"] == pytest.approx(told["tracked"], rel=0.1)
 
 
 def test_in_float32_a_run_computes_what_the_cpu_computes(gpu, folder, tmp_path):

@@ -33,6 +33,7 @@ def prepare_folder(start: Any, parts: Any) -> None:
         if OURS.fullmatch(leftover.stem[1:]) and leftover.is_file():
             leftover.unlink()
     ran = {name: value for name, value in parts.found._asdict().items() if name != "model"}
+    ran["account"] = parts.found.account._asdict()
     ran["flops_per_token"] = parts.flops_per_token  # for the notebook's MFU
     logs.write_start(config, start, ran=ran, fingerprints=fingerprints(start))
     source_code.keep_copies(config)

@@ -319,7 +319,7 @@ def check_config(
     found = [*complaints, *complaints_here(config, typed, world)]
     dtype = config.dtype
     try:
-        dtype = devices.choose_dtype(dtype, world.device, is_wide)
+        dtype = world.choose_dtype(dtype, is_wide)
     except UserError as error:
         found.append(str(error))
     check(config, found)

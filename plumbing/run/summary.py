@@ -127,9 +127,10 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
     """The memory and disk space that the run takes."""
     weights = sum(p.nbytes for p in parts.raw_model.parameters())
     state = sum(map(memory.state_bytes, parts.optimizers))
-    activations = parts.found.kept_bytes * parts.found.B
-    kept = f", at most {size(activations)} for activations" if activations else ""
-    yield "memory", f"{size(needed_bytes(parts))} for weights, gradients and optimizer{kept}"
+    account, B = parts.found.account, parts.found.B
+    yield "memory", f"{size(account.state)} for weights, gradients and optimizer"
+    if account.sequence:
+        yield "", f"and {size(account.beside_state(B))} for B {B}: at most {size(account.total(B))} on each rank"
     checkpoints = config.keep_checkpoints
     if config.milestone_every:
         checkpoints += config.max_steps // config.milestone_every
@@ -140,20 +141,18 @@ def size_rows(config: Any, parts: Any) -> Iterator[Row]:
     )
 
 
-def needed_bytes(parts: Any) -> float:
-    """What weights, gradients and optimizer take on each rank."""
-    return memory.training_bytes(parts.raw_model, parts.optimizers) / parts.layout.shares
-
-
 def fit_rows(parts: Any) -> Iterator[Row]:
     """What to do if that does not fit."""
     world, layout = parts.world, parts.layout
-    needed, free = needed_bytes(parts), world.free_memory()
+    account, free = parts.found.account, world.free_memory()
+    needed = account.total(parts.found.B)
     if needed <= free:
         return
     advice = "With --shard, several GPUs share it."
     if world.size > 1:
-        advice = f"With --shard, each of {world.size} ranks needs {size(needed / world.size)}."
+        advice = (
+            f"With --shard, each of {world.size} ranks needs {size(account.state / world.size)} for the first."
+        )
     if layout.shares > 1:
         advice = "Use more ranks, or a smaller model."
     yield "", f"That is more than the {size(free)} free here. {advice}"

@@ -44,6 +44,10 @@ class World:
         """Free bytes for this rank; infinite if unknown."""
         return devices.free_memory(self.device)
 
+    def choose_dtype(self, name: str, is_wide: bool) -> str:
+        """See devices.choose_dtype."""
+        return devices.choose_dtype(name, self.device, is_wide)
+
     @property
     def has_own_memory(self) -> bool:
         """Whether the device has memory of its own, which runs out with an error."""
@@ -130,6 +134,11 @@ class ImaginedWorld(World):
 
     def free_memory(self) -> float:
         return self.gpu_memory or self.real.free_memory()
+
+    def choose_dtype(self, name: str, is_wide: bool) -> str:
+        if self.gpu_memory:
+            return "bfloat16" if name == "auto" else name
+        return super().choose_dtype(name, is_wide)
 
     @property
     def has_own_memory(self) -> bool:

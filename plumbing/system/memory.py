@@ -1,11 +1,14 @@
 """What fits into memory: models made without weights, the activations of a sequence, and a bound on the batch."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from plumbing.cli.console import UserError
 from plumbing.system.distributed import World, environment_number
@@ -81,43 +84,81 @@ def training_bytes(model: Any, optimizers: list[Any]) -> float:
     return weights + gradients + sum(map(state_bytes, optimizers))
 
 
-def count_kept_bytes(
-    forward: Callable[[], torch.Tensor], model: Any, *, keeps_casts: bool
-) -> tuple[int, torch.Tensor]:
-    """(the bytes that forward() keeps for the backward pass besides the weights, its result).
+class Account(NamedTuple):
+    """The bytes that training takes on each rank, counted without torch.compile, which takes a little less."""
 
-    keeps_casts: whether autocast keeps the weights in 16 bits, whatever the number of sequences.
-    """
-    kept = {}
+    state: float = 0.0  # weights, gradients and optimizer state
+    moment: float = 0.0  # for a moment, whatever B: weights in 16 bits or gathered, a chunk of the loss
+    sequence: float = 0.0  # of each sequence: what its forward pass keeps, and gradients of that
 
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
-        return tensor.detach()  # subtle: with the tensor itself, graph and tensor would keep each other alive
+    def beside_state(self, B: int) -> float:
+        return self.moment + B * self.sequence
 
-    result = None
-    with (
-        contextlib.suppress(RuntimeError),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        result = forward()
-    if result is None:  # torch.func in the model allows no hooks, so nothing is counted
-        kept.clear()
-        result = forward()
-    for weight in model.parameters():
-        kept.pop(weight.untyped_storage()._cdata, None)
-    num_bytes = sum(kept.values())
-    if keeps_casts:
-        num_bytes -= 2 * count_parameters(model)
-    return max(0, num_bytes), result
+    def total(self, B: int) -> float:
+        """The bytes at the peak of a micro-step of B sequences."""
+        return self.state + self.beside_state(B)
 
 
-def bound_on_B(kept_bytes: int, state_bytes: float, world: World) -> int:
+class LiveBytes(TorchDispatchMode):
+    """Context that counts the bytes of tensors that are made in it and live. What the model has now does not count."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.now = self.peak = self.kept = 0
+        self.sizes = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.sizes[tensor.untyped_storage()._cdata] = 0
+            if tensor.grad is not None:
+                self.sizes[tensor.grad.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor.untyped_storage())
+        return result
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.forget, key)
+
+    def forget(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+def add_gradients(model: Any) -> None:
+    """Give each weight a gradient, as it has from the second micro-step on."""
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
+
+
+def gather_blocks(model: Any, dtype: torch.dtype) -> None:
+    """Give a fake model's blocks weights in this dtype, as FSDP gathers them, and gradients. The others have none."""
+    for block in model.blocks:
+        for module in block.modules():
+            for name, p in [*module.named_parameters(recurse=False)]:
+                setattr(module, name, torch.nn.Parameter(p.detach().to(dtype), p.requires_grad))
+        add_gradients(block)
+
+
+def gathered_bytes(model: Any, dtype: torch.dtype) -> float:
+    """The bytes of weights that a rank has whole at a time with --shard, if blocks are gathered in this dtype."""
+    sizes = [count_parameters(block) for block in model.blocks] or [0]
+    # of the blocks: one in use, the next one, and gradients of one
+    return 4 * (count_parameters(model) - sum(sizes)) + 3 * max(sizes) * dtype.itemsize
+
+
+def bound_on_B(account: Account, held: float, world: World) -> int:
     """A bound on B, because trying a B that cannot fit costs a compilation or, on a CPU, may end the process.
 
-    kept_bytes: for each sequence; state_bytes: for gradients and optimizer state, and weights that are not there yet.
+    held: bytes of the account that are taken already.
     """
-    free = world.free_memory() - state_bytes
-    if not world.has_own_memory:  # main memory runs out without an error, and a step needs more than it keeps
+    free = world.free_memory() + held - account.total(0)
+    if not world.has_own_memory:  # main memory runs out without an error, and not all of a step is counted
         free /= 2 * environment_number("LOCAL_WORLD_SIZE", 1)
-    return max(1, int(min(free / max(1, kept_bytes), 2**30)))  # free may be infinite
+    return max(1, int(min(free / max(1, account.sequence), 2**30)))  # free may be infinite

@@ -5,19 +5,22 @@ import copy
 import dataclasses
 import functools
 import gc
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from plumbing.cli.console import UserError, count, first_line, is_out_of_memory, print0
-from plumbing.system import devices, memory
+from plumbing.system import devices, kernels, memory
 from plumbing.system.distributed import World
 
 FITS, FAILED, NOT_COMPILED, OUT_OF_MEMORY = range(4)  # outcomes of a trial; all ranks act on the worst one
@@ -58,6 +61,11 @@ class Trial(NamedTuple):
         """Each rank's windows in a step: a multiple of B."""
         return self.config.total_batch_size // (self.config.sequence_length * self.world.size)
 
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """In which --shard gathers the weights of blocks."""
+        return getattr(torch, "bfloat16" if self.config.dtype == "fp8" else self.config.dtype)
+
     def random_batch(self, B: int) -> torch.Tensor:
         """x and y of random ids, (2, B, T)."""
         shape = (2, B, self.config.sequence_length)
@@ -81,21 +89,40 @@ class Trial(NamedTuple):
         if self.optimizers:
             loss.backward()
 
-    def count_kept_bytes(self, model: Any, batch: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """(the bytes that the forward pass of a sequence keeps for the backward pass, its loss)."""
-        # recomputed blocks convert their weights again
-        keeps_casts = self.config.dtype != "float32" and not self.config.activation_checkpointing
-        forward = functools.partial(self.loss, model, *batch)
-        return memory.count_kept_bytes(forward, model, keeps_casts=keeps_casts)
+    def account(self, make: Callable[[], Any], larger: int, *, room: float = math.inf) -> memory.Account:
+        """Count what a micro-step of one sequence and, if there is room for it, of a larger B take.
 
-    def choose_B(self, kept_bytes: int) -> int:
+        make(): this trial's model, or a fake one, with gradients.
+        """
+        kept, peaks = [], []
+        try:
+            for B in (1, larger):
+                if B == 1 or B * peaks[0] < room:
+                    model = make()
+                    with memory.LiveBytes(model) as live:
+                        loss = self.loss(model, *self.random_batch(B))
+                        kept.append(live.now)
+                        if self.optimizers:
+                            loss.backward()
+                        del loss
+                    peaks.append(live.peak)
+        except Exception as error:  # a changed model may do what cannot be counted
+            if not peaks and is_out_of_memory(error):
+                raise
+        state = memory.training_bytes(self.raw_model, self.optimizers) / self.layout.shares
+        gathered = 0.0
+        if self.layout.shares > 1:
+            gathered = memory.gathered_bytes(self.raw_model, self.gathered_dtype)
+        if len(peaks) < 2:
+            return memory.Account(state, gathered, sum(peaks))
+        # gradients of large weights may be the peak for few sequences, but not for more
+        sequence = max(peaks[1] - peaks[0], kept[1] - kept[0]) / (larger - 1)
+        return memory.Account(state, gathered + peaks[0] - sequence, sequence)
+
+    def choose_B(self, account: memory.Account) -> int:
         """The largest B that may fit on each rank, up to --batch-size."""
-        if self.compiles and self.layout.shares == 1:
-            # compiled, GPT-2 keeps a tenth less, but other models less than half. Where that is too much, B is halved
-            kept_bytes //= 3
-        needed = memory.training_bytes(self.raw_model, self.optimizers)
-        needed -= sum(p.nbytes for p in self.raw_model.parameters() if not p.is_meta)  # these are there already
-        bounds = self.world.gather(memory.bound_on_B(kept_bytes, needed / self.layout.shares, self.world))
+        held = sum(p.nbytes for p in self.raw_model.parameters() if not p.is_meta) / self.layout.shares
+        bounds = self.world.gather(memory.bound_on_B(account, held, self.world))
         return largest_divisor(self.windows_per_rank, at_most=min(self.config.batch_size, *bounds))
 
 
@@ -107,7 +134,7 @@ class Fit(NamedTuple):
     compiled: bool
     attention: list[str]  # the fused kernels that may be used
     given_up: list[str]  # names in KERNELS
-    kept_bytes: int  # that the forward pass of a sequence keeps for the backward pass, without torch.compile
+    account: memory.Account
     seconds_per_token: float  # measured on a CPU; a GPU is still busy when the trial ends
 
 
@@ -130,8 +157,8 @@ def find_what_fits(trial: Trial) -> Fit:
     tried, given_up = attempt(functools.partial(try_sequence, trial), trial, eager)
     if not tried:
         raise UserError(TOO_LARGE)
-    kept_bytes, unused = tried
-    B = trial.choose_B(kept_bytes)
+    account, unused = tried
+    B = trial.choose_B(account)
     while True:
         work = memory.count_parameters(raw_model) * B * config.sequence_length
         if trial.compiles or (world.device.type == "cpu" and work > SLOW_WORK):
@@ -158,7 +185,7 @@ def find_what_fits(trial: Trial) -> Fit:
         compiled=trial.compiles and COMPILED not in given_up,
         attention=devices.enabled_attention(world.device.type),
         given_up=list(given_up),
-        kept_bytes=kept_bytes,
+        account=account,
         seconds_per_token=seconds / (B * config.sequence_length * world.size),
     )
 
@@ -261,23 +288,25 @@ def undone(model: Any) -> Iterator[None]:
                     buffer.copy_(buffers[name])
 
 
-def try_sequence(trial: Trial, optional: list[str]) -> tuple[int, list[str]]:
-    """Try one sequence without torch.compile. Returns (the bytes that its forward pass keeps, unused parameters).
+def try_sequence(trial: Trial, optional: list[str]) -> tuple[memory.Account, list[str]]:
+    """Try one sequence without torch.compile. Returns (what training takes, unused parameters).
 
     The latter are the names of parameters on which the loss does not depend. Only DDP needs them.
     """
     model, device = trial.raw_model, trial.world.device
     batch = trial.random_batch(1)
     before = devices.random_state(device)
-    kept_bytes, loss = trial.count_kept_bytes(model, batch)
-    if trial.layout.copies == 1 or not trial.optimizers:
-        return kept_bytes, []
-    draws = not torch.equal(before, devices.random_state(device))
-    unused = unused_parameters(model, loss)
-    if draws:  # a model may leave out other blocks each time, so one forward pass does not show them all
-        for _ in range(7):
-            unused |= unused_parameters(model, trial.loss(model, *batch))
-    return kept_bytes, sorted(unused)
+    loss = trial.loss(model, *batch)
+    unused = set()
+    if trial.layout.copies > 1 and trial.optimizers:
+        draws = not torch.equal(before, devices.random_state(device))
+        unused = unused_parameters(model, loss)
+        if draws:  # a model may leave out other blocks each time, so one forward pass does not show them all
+            for _ in range(7):
+                unused |= unused_parameters(model, trial.loss(model, *batch))
+    del loss
+    memory.add_gradients(model)
+    return trial.account(lambda: model, larger=2, room=trial.world.free_memory()), sorted(unused)
 
 
 def unused_parameters(model: Any, loss: torch.Tensor) -> set[str]:
@@ -300,23 +329,48 @@ def check_unused(names: list[str], world: World) -> None:
 
 def estimate(trial: Trial) -> Fit:
     """Estimate what a trial would find, on tensors without memory."""
-    model = trial.raw_model
-    try:
-        with FakeTensorMode(), memory.SkipInit(), trial.world.device:
-            new = type(model)(model.config)
-            new.activation_checkpointing = trial.config.activation_checkpointing
-            kept_bytes, _ = trial.count_kept_bytes(new, trial.random_batch(1))
-    except Exception:  # the model reads values that it computes: the summary leaves out its activations
-        kept_bytes = 0
+    world = trial.world
+
+    def fake() -> Any:
+        with memory.SkipInit(), world.device:
+            model = type(trial.raw_model)(trial.raw_model.config)
+        model.activation_checkpointing = trial.config.activation_checkpointing
+        if trial.layout.shares > 1:
+            memory.gather_blocks(model, trial.gathered_dtype)
+        else:
+            memory.add_gradients(model)
+        return model
+
+    with without_memory(world):
+        account = trial.account(fake, larger=max(2, trial.config.batch_size))
     return Fit(
-        model=model,
-        B=trial.choose_B(kept_bytes),
+        model=trial.raw_model,
+        B=trial.choose_B(account),
         compiled=False,
         attention=[],
         given_up=[],
-        kept_bytes=kept_bytes,
+        account=account,
         seconds_per_token=0.0,
     )
+
+
+@contextlib.contextmanager
+def without_memory(world: World) -> Iterator[None]:
+    """Context in which new tensors have shapes and no numbers, so that no random state can be set either."""
+    layer_norm = F.layer_norm
+
+    def in_float32(*args: Any, **options: Any) -> torch.Tensor:  # as under a GPU's autocast
+        return layer_norm(*tree_map_only(torch.Tensor, torch.Tensor.float, args), **options)
+
+    changes: list[Any] = [(owner, "set_rng_state", mock.DEFAULT) for owner in (torch, torch.cuda)]
+    changes.append((kernels, "LOGITS_IN_CHUNK", kernels.LOGITS_IN_CHUNK_ON_GPU))  # few chunks are counted sooner
+    if world.has_own_memory and world.device.type == "cpu":  # an imagined GPU, which keeps other tensors
+        changes.append((F, "layer_norm", in_float32))
+        changes.append((kernels, "attention", F.scaled_dot_product_attention))
+    with FakeTensorMode(), contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 def try_sharded(trial: Trial) -> Fit:

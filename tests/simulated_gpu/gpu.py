@@ -5,6 +5,7 @@ answers for torch.cuda. Not simulated: speed, rounding and workspaces of a GPU's
 torch, which looks for GPUs only once.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -86,8 +87,9 @@ def insert(*names, gib=None, build="cu130"):
         for question in questions.split():  # subtle: a function each, as dynamo knows them by their identity
             setattr(cuda, question, always(answer))
     cuda.device_count = always(len(names))
-    cuda.current_device = lambda: selected[0]
+    cuda.current_device = cuda.random.current_device = lambda: selected[0]
     cuda.set_device = select
+    cuda.device = lambda place: contextlib.nullcontext()
     cuda.default_generators = [torch.default_generator] * len(names)
     cuda.get_device_properties = properties
     cuda.get_device_name = lambda place=None: properties(place).name
