@@ -400,6 +400,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
+git = source_code.git
+
+
 def no_git(*words):
     """In place of source_code.git: what a run notes must not depend on changes that are not committed."""
     return ""

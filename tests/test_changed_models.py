@@ -29,6 +29,7 @@ from harness import (
     log_lines,
     losses,
     patched,
+    printed_commands,
     read_log,
     refusal_of,
     refused,
@@ -170,7 +171,9 @@ def test_samples_of_a_model_of_other_code_need_that_code(unfinished, tmp_path):
 
 
 def test_a_finished_run_of_other_code_is_not_exported_as_the_model_of_this_one(changed, data, out):
-    changed(edits.EDITS["relu squared"], name="train_relu2.py").train(max_steps=2)
+    trainer = changed(edits.EDITS["relu squared"], name="train_relu2.py")
+    [command] = printed_commands(trainer.train(max_steps=2))
+    assert Path(command[-1]).samefile(trainer.path) and command[-2] == "--code"
     said = " ".join(train(data, out, max_steps=2).split())
     assert "was trained by other code (train_gpt2.py, train_relu2.py)" in said
     assert "Its model is in" in said
@@ -230,12 +233,14 @@ def test_a_change_of_any_byte_of_the_code_is_noticed(names, with_modules, out, t
         ("it.pyc", "does not name a Python file"),
         ("leaves.py", "ends the program"),
         ("no.py", "does not name a Python file"),
+        ("plain.py", "has no load_model"),
     ],
 )
 def test_a_line_says_why_a_file_is_no_code_of_a_model(name, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("it.pyc").write_bytes((ROOT / "train_gpt2.py").read_bytes())
     Path("leaves.py").write_text("import sys\nsys.exit(0)\n")
+    Path("plain.py").write_text("")
     assert f"--code {name} {reason}" in refused(sample.main, "abc", "--code", name)
 
 
@@ -575,6 +580,9 @@ def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(with
     still = dict(init_from=tmp_path / "first", max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
     said = with_tokenizers.train("second", **still)
     assert "Of the 1,000 tokens of small-gpt2, 257 are also in bytes" in said
+    assert (
+        source_code.import_trainer(str(with_tokenizers.path)).load_model(str(tmp_path / "second"))[1].n_vocab == 1000
+    )
     first = with_tokenizers.saved("first")["model"]["lm_head.weight"]
     rows = with_tokenizers.saved("second", step=1)["model"]["lm_head.weight"]
     assert len(rows) == 1024

@@ -29,7 +29,7 @@ from plumbing.cli.console import UserError
 from plumbing.run import compare
 from plumbing.run.options import OTHER_TRAINERS
 
-from harness import ROOT, SCRIPTS, needs, refused, status_of
+from harness import ROOT, SCRIPTS, git, needs, refused, status_of
 
 
 @dataclass
@@ -475,3 +475,14 @@ def test_an_interrupt_is_one_line_also_while_torch_is_imported(tmp_path):
     (tmp_path / "torch.py").write_text("\n".join(["import time", *WAIT]))
     path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
     assert interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=path) == (-signal.SIGINT, "interrupted\n")
+
+
+def test_the_output_of_a_command_has_no_line_end():
+    assert console.output_of(sys.executable, "-c", "print(1, 2)") == "1 2"
+    assert console.output_of("no-such-program", "-h") == ""
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a clone")
+def test_the_commit_is_the_programs_and_not_that_of_the_folder_where_one_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert git("rev-parse", "--show-toplevel") == str(ROOT)

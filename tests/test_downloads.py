@@ -665,3 +665,29 @@ def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, 
     # nothing is left of what never began
     assert sum(slept) < 5
     assert [path.name for path in tmp_path.iterdir()] in ([], [".hf"])
+
+
+def test_a_failure_that_took_long_is_not_tried_again(monkeypatch):
+    """The hub's client has tried for as long already."""
+    tries = []
+    monkeypatch.setattr(time, "monotonic", itertools.count(step=21).__next__)
+    with pytest.raises(UserError, match="Could not download it: division by zero. Wait."):
+        downloads.retry("it", "Wait.", lambda: tries.append(1) or 1 / len(tries[:0]))
+    assert len(tries) == 1
+
+
+def test_of_a_model_on_the_hub_its_config_weights_and_tokenizer_are_fetched(monkeypatch, tmp_path):
+    names = "config.json model.safetensors tokenizer.json vocab.json merges.txt pytorch_model.bin onnx/a.json".split()
+
+    def fetch(name, allow_patterns, ignore_patterns):
+        fetched.update(
+            huggingface_hub.utils.filter_repo_objects(
+                names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return tmp_path
+
+    fetched = set()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert downloads.find_model("OWNER/german") == tmp_path
+    assert fetched == {*names[:5]}

@@ -407,6 +407,18 @@ def test_the_quick_start_takes_the_shards_that_are_there(name, path, capsys):
     assert ("has tokenizer small-gpt2, not the bytes that" in capsys.readouterr().out) == (name != "bytes")
 
 
+def test_a_quick_start_whose_shards_are_half_made_finishes_them(path, monkeypatch):
+    monkeypatch.setattr(python_docs, "python_docs", lambda: random_texts(40))
+    options = fineweb.Options(dataset="python-docs", out_dir="docs")
+    monkeypatch.chdir(path.parent)
+    fineweb.prepare(options)
+    whole = listing(Path("docs"))
+    change_meta("docs", complete=False)
+    max(Path("docs").glob("*.npy")).unlink()
+    fineweb.make_python_docs("docs")
+    assert listing(Path("docs")) == whole
+
+
 # ----- Importing ----------------------------------------------------------------------------------------
 
 

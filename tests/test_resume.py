@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,26 @@ def test_a_run_from_before_a_setting_existed_continues(folder, straight, stopped
     change_checkpoint(stopped / "model_00008.pt", lambda content: content["config"].pop("muon_momentum_warmup"))
     train(folder, stopped, **OPTIONS)
     assert_same_run(stopped, straight)
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_gives_way_to_the_newest(straight, tmp_path):
+    """By a run in progress, which has written others."""
+    (tmp_path / "model_00004.pt").touch()
+
+    def list_then_change(folder):
+        paths = whole_list(folder)
+        (tmp_path / "model_00004.pt").unlink(missing_ok=True)
+        shutil.copy(straight / "model_00012.pt", tmp_path)
+        return paths
+
+    with patched(checkpoints, "list_checkpoints", list_then_change) as whole_list:
+        assert newest_checkpoint(tmp_path)["step"] == 12
+
+
+def test_in_a_thread_a_run_trains_without_signals(data, out):
+    with ThreadPoolExecutor(1) as executor:
+        ended = executor.submit(train_gpt2.main, tiny_flags(data, out, max_steps=1)).result()
+    assert ended.step == 1
 
 
 def test_checkpoints_beyond_step_99999_are_newer(straight, tmp_path):
@@ -457,6 +478,7 @@ def test_on_a_slow_disk_one_copy_waits_and_not_ever_more(folder, out):
 
 @pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
 def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream, data, out, tmp_path):
+    """And the evaluations behind it are left out. Only rank 0 has the examples."""
     options = dict(
         batch_size=2,
         max_steps=6,
@@ -470,6 +492,7 @@ def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream,
     assert sorted(read_log(out)) == [0, 1, 2, 3, 4, 5]
     assert newest_checkpoint(out)["step"] == 4
     assert 4 in read_log(out, stream)
+    assert stream == "hella" or 4 not in read_log(out, "hella")
     train(data, out, **options)
     assert sorted(read_log(out)) == list(range(6))
     assert sorted(read_log(out, stream)) == [0, 4, 6]

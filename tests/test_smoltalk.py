@@ -271,6 +271,7 @@ NO_MESSAGES = "is not a conversation: it has no list of messages"
 NO_CONTENT = "is not a conversation: message 1 needs"
 UNUSABLE = [
     ({"text": "x"}, NO_MESSAGES),
+    ({"messages": "no JSON"}, NO_MESSAGES),
     ([message("user", [{"type": "image_url"}])], NO_CONTENT),
     ([message("user", " ")], NO_CONTENT),
     (talk("a"), "has no answer by the assistant"),
