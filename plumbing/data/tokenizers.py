@@ -315,18 +315,18 @@ def compare_ids(enc, original):
     """Raise ValueError unless a tokenizer of the package tokenizers gives the same ids for many texts."""
     original.encode_special_tokens = True  # as text
     texts = [added.content for added in original.get_added_tokens_decoder().values()]
-    texts += [token.decode(errors="ignore") for token in enc._mergeable_ranks] + texts_to_compare()
+    texts += [token.decode(errors="ignore") for token in enc._mergeable_ranks]
+    texts += [*Path(__file__).read_text(encoding="utf-8").split("\n\n"), *probes()]
     for text, expected in zip(texts, original.encode_batch(texts, add_special_tokens=False)):
         if enc.encode_ordinary(text) != expected.ids:
             raise ValueError(f"as a tiktoken.Encoding it gives other ids for {text[:40]!r}")
 
 
-def texts_to_compare():
-    """Texts of many kinds: this file's paragraphs, all pairs of ASCII's printable characters, and blanks in a row."""
+def probes():
+    """Texts in which much comes together: all pairs of ASCII's printable characters, blanks in a row, and PROBE."""
     # 00 01 02: the 0 is before and after each of the others
     pairs = itertools.combinations_with_replacement(string.printable, 2)
-    texts = Path(__file__).read_text(encoding="utf-8").split("\n\n")
-    return [*texts, "".join(map("".join, pairs)), "x".join(" " * n for n in range(32)), PROBE]
+    return ["".join(map("".join, pairs)), "x".join(" " * n for n in range(32)), PROBE]
 
 
 # ----- The chat format ----------------------------------------------------------------------------------

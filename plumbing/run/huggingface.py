@@ -6,7 +6,6 @@ names of GPT2LMHeadModel, but pads its vocabulary, and stores a block's four mat
 llama.cpp only converts models with GPT-2's tokenizer, because it recognizes tokenizers by a fixed list.
 """
 
-import itertools
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from plumbing.cli.console import UserError, first_line
 from plumbing.data import tokenizers
 from plumbing.files import Name, atomic_write, free_name, read_json, remove_folder
 from plumbing.run.model_card import make_card
-from plumbing.system.devices import exact_matmuls
+from plumbing.system.devices import all_cores, exact_matmuls, free_memory
 
 Weights = dict[str, Tensor]  # a state dict
 FIELDS = (
@@ -227,17 +226,19 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
         raise UserError(f"The model is no longer a GPT-2: transformers finds {doubts}.")
     T = model.config.block_size
     device = next(model.parameters()).device
+    if free_memory(device) > 2 * sum(p.nbytes for p in model.parameters()):
+        theirs.to(device)
     ids = text_to_compare(enc)
     num_rows = math.ceil(len(ids) / T)
     repeated = ids.repeat(2 + T // len(ids))  # so that the last row is full
     rows = repeated[: num_rows * T].view(num_rows, T)
     batches = [*rows.split(max(1, 1024 // T))]  # all logits at once would take gigabytes
     batches.append(rows[:1, : max(1, T // 2)])  # a text that does not fill the block
-    with torch.no_grad(), exact_matmuls():
+    with torch.no_grad(), exact_matmuls(), all_cores():
         for batch in batches:
-            expected = theirs(batch).logits
+            expected = theirs(batch.to(theirs.device)).logits
             logits, _ = model(batch.to(device))
-            ours = logits[..., : enc.n_vocab].cpu()
+            ours = logits[..., : enc.n_vocab].to(theirs.device)
             worst = (ours - expected).abs().amax((0, 2))  # of each token
             is_same = worst <= LOGITS_LIMIT * expected.std()
             if not is_same.all():
@@ -250,14 +251,14 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
 def text_to_compare(enc: tiktoken.Encoding) -> Tensor:
     """Ids (n,) of a text that reveals a changed model, even one that depends on line ends, digits or neighbors.
 
-    It has the texts that tokenizers are compared on, each after a special token; every byte; and every special token.
+    It has texts that tokenizers are compared on as well, every byte, and each special token before a paragraph.
     """
-    special_ids = sorted(enc._special_tokens.values())
     ids = []
-    for special_id, text in zip(itertools.cycle(special_ids), tokenizers.texts_to_compare()):
-        ids += [special_id, *enc.encode_ordinary(text + "\n\n")]
-    ids += [i for token, i in enc._mergeable_ranks.items() if len(token) == 1]
-    return torch.tensor(ids + special_ids)
+    for special_id in sorted(enc._special_tokens.values()):
+        ids += [special_id, *enc.encode_ordinary("A paragraph.\n\n")]
+    for text in tokenizers.probes():
+        ids += [enc.eot_token, *enc.encode_ordinary(text + "\n\n")]
+    return torch.tensor(ids + [i for token, i in enc._mergeable_ranks.items() if len(token) == 1])
 
 
 def is_export_of(directory: Path, weights: Weights, enc: tiktoken.Encoding) -> bool:

@@ -212,6 +212,18 @@ def exact_matmuls() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Context in which torch uses all cores on this rank, while the others wait: torchrun gives each one thread."""
+    threads = torch.get_num_threads()
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        torch.set_num_threads(num_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
 def process_restored() -> Iterator[None]:
     """Context of exact matmuls. When it ends, it restores their precision and the enabled attention kernels."""
     enabled = enabled_attention("cuda")
