@@ -46,6 +46,9 @@ class Whole:
         model.has_cache = self.world.broadcast_from_master(examine, model)
         return found
 
+    def recover(self, model: Any) -> None:
+        """Prepare a model for another step after one has failed."""
+
     def whole_model(self, model: Any) -> Any:
         """A model with which a rank can compute without the others."""
         return model

@@ -55,6 +55,13 @@ class Shared(Whole):
     def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
         return trial.try_sharded(attempt)
 
+    def recover(self, model: Any) -> None:
+        if not hasattr(model, "reset_iter_state"):  # before torch 2.13
+            raise UserError(
+                "Memory runs out. Halve --batch-size, or use a newer torch, with which this program does so."
+            )
+        model.reset_iter_state()
+
     def whole_model(self, model: Any) -> Any:
         return whole_copy(model, class_of(model), self.world.device)
 

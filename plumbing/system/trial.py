@@ -143,24 +143,37 @@ def find_what_fits(trial: Trial) -> Fit:
 
     All ranks give up the same. The trial may write to the model: see `undone`.
     """
-    config, world, raw_model = trial.config, trial.world, trial.raw_model
-    is_gpu = world.device.type == "cuda"
-    optional = ["fused attention"]
-    if trial.compiles:
-        optional.append(COMPILED)
-    if is_gpu:
-        prepare_gpu(config.sequence_length, world)
-        if torch.backends.cuda.cudnn_sdp_enabled():
-            optional.append("cuDNN's attention")
+    optional = prepare(trial)
     # one sequence without torch.compile first, so that torch.compile does not hide a mistake in the model
     eager = [name for name in optional if name != COMPILED]
     tried, given_up = attempt(functools.partial(try_sequence, trial), trial, eager)
     if not tried:
         raise UserError(TOO_LARGE)
     account, unused = tried
+    found = find_B(trial, account, optional, given_up)
+    if not getattr(found.model, "find_unused_parameters", True):  # DDP's
+        check_unused(unused, trial.world)
+    return found
+
+
+def prepare(trial: Trial) -> list[str]:
+    """Prepare the device. Returns what may be given up: names in KERNELS."""
+    optional = ["fused attention"]
+    if trial.compiles:
+        optional.append(COMPILED)
+    if trial.world.device.type == "cuda":
+        prepare_gpu(trial.config.sequence_length, trial.world)
+        if torch.backends.cuda.cudnn_sdp_enabled():
+            optional.append("cuDNN's attention")
+    return optional
+
+
+def find_B(trial: Trial, account: memory.Account, optional: list[str], given_up: dict[str, str]) -> Fit:
+    """Try a step of B, and halve B while memory runs out. given_up: what has been given up already, and why."""
+    config, world = trial.config, trial.world
     B = trial.choose_B(account)
     while True:
-        work = memory.count_parameters(raw_model) * B * config.sequence_length
+        work = memory.count_parameters(trial.raw_model) * B * config.sequence_length
         if trial.compiles or (world.device.type == "cpu" and work > SLOW_WORK):
             print0(f"Trying B = {B}, which may take minutes.")
         optional = [name for name in optional if name not in given_up]
@@ -175,9 +188,7 @@ def find_what_fits(trial: Trial) -> Fit:
     for name, reason in given_up.items():
         print0(f"warning: A training step failed with {name} ({reason}). Training continues without it.")
     model, seconds = tried
-    if not getattr(model, "find_unused_parameters", True):  # DDP's
-        check_unused(unused, world)
-    if is_gpu:
+    if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # failed trials do not count
     return Fit(
         model=model,
@@ -216,6 +227,7 @@ def attempt(action: Callable[[list[str]], Any], trial: Trial, optional: list[str
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
+            trial.layout.recover(trial.raw_model)
             return None, given_up
         if not optional:
             raise error or UserError("A training step failed on another rank, which says why.")
@@ -227,6 +239,7 @@ def attempt(action: Callable[[list[str]], Any], trial: Trial, optional: list[str
         if error:
             given_up[name] = f"{type(error).__name__}: {first_line(error)}"
         devices.disable_attention(*KERNELS[name])
+        trial.layout.recover(trial.raw_model)
 
 
 def outcome_of(error: Exception | None) -> int:
@@ -374,32 +387,23 @@ def without_memory(world: World) -> Iterator[None]:
 
 
 def try_sharded(trial: Trial) -> Fit:
-    """Estimate B for a sharded model, and try a micro-step of it: all ranks run out of memory alike."""
-    config, world, raw_model = trial.config, trial.world, trial.raw_model
-    if world.device.type == "cuda":
-        prepare_gpu(config.sequence_length, world)
-    found = estimate(trial)
-    model = trial.wrapped(compiled=trial.compiles)
+    """As `find_what_fits`, for a model of which each rank has a share. All ranks run out of memory alike."""
+    raw_model = trial.raw_model
+    optional = [name for name in prepare(trial) if name != COMPILED and hasattr(raw_model, "reset_iter_state")]
     buffers = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
     extra = copy.deepcopy(extra_state(raw_model))
     try:
-        trial.run_micro_step(model, *trial.random_batch(found.B))
+        found = find_B(trial, estimate(trial).account, optional, {})
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        if is_out_of_memory(error):
-            if found.B == 1:
-                raise UserError(TOO_LARGE) from None
-            raise UserError(f"With B = {found.B} memory runs out. Add --batch-size {found.B // 2}.") from None
         raise UserError(
             f"--shard cannot train this model: {first_line(error)}. A block's parameters must be used in its own "
             "forward pass only. Change that in the model, or leave --shard out."
         ) from None
-    raw_model.zero_grad(set_to_none=True)
     for name, buffer in raw_model.named_buffers():
         buffer.copy_(buffers[name])
     if extra:
         raw_model.load_state_dict(extra, strict=False)
-    attention = devices.enabled_attention(world.device.type)
-    return found._replace(model=model, compiled=trial.compiles, attention=attention)
+    return found
 
 
 def extra_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -410,7 +414,8 @@ def extra_state(model: torch.nn.Module) -> dict[str, Any]:
 def try_step(trial: Trial, B: int, optional: list[str]) -> tuple[Any, float]:
     """Try a step. Returns (the model to train, compiled if that is in `optional`; a micro-step's seconds on a CPU)."""
     began = 0.0
-    model = trial.wrapped(compiled=COMPILED in optional)
+    # with --shard, blocks that have been compiled stay so
+    model = trial.wrapped(compiled=trial.compiles and (COMPILED in optional or trial.layout.shares > 1))
     reserved = []
     if trial.optimizers:
         # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks, the
