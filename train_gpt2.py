@@ -460,6 +460,7 @@ class DataLoaderLite:
         self.order = Order(folders, split, T, weights=weights, seed=seed, shuffle=shuffle)
         self.num_windows = self.order.num_windows
         self.position = 0  # windows of the global order read so far: all that a resume needs
+        self.seconds_waited = 0.0  # for data
         self.executor = ThreadPoolExecutor(1)
         self.prefetched = {}  # (position, B) -> the future of that batch
 
@@ -489,7 +490,9 @@ class DataLoaderLite:
             if key not in self.prefetched:
                 self.prefetched[key] = self.executor.submit(self.read_batch, *key)
         self.prefetched = {key: self.prefetched[key] for key in keys}  # drops older batches
+        began = time.perf_counter()
         batch = self.prefetched.pop(keys[0]).result()
+        self.seconds_waited += time.perf_counter() - began
         self.position += step
         # transfer the ids as uint16, a quarter of the bytes, and widen them on the device
         batch = [rows.to(self.device, non_blocking=True) for rows in batch]

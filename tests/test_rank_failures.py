@@ -1,5 +1,6 @@
 """A failure on one rank ends all of them with its message, and ranks that do not agree or meet do not train."""
 
+import datetime
 import itertools
 import os
 import shutil
@@ -206,6 +207,35 @@ def test_a_parameter_without_a_gradient_on_one_rank_ends_all_ranks(data, out):
     run(train_with_blocks_skipped_on_rank_1, args, ranks=2, ends=[None, None])
     assert sorted(read_log(out)) == [0, 1, 2]
     assert steps_of(out) == [1, 2, 3]
+
+
+def train_with_a_pause_on_rank_1(args):
+    def pause(step, parts):
+        if step == 2 and parts.world.rank == 1:
+            time.sleep(3)
+
+    with patched(distributed, "STEP_TIMEOUT", datetime.timedelta(seconds=1)), at_steps(pause):
+        train_gpt2.main(args)
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.ProcessGroup, "set_timeout"), reason="an older torch")
+def test_from_the_second_step_on_ranks_do_not_wait_long_for_one_that_hangs(data, out):
+    first, _ = run(train_with_a_pause_on_rank_1, tiny_flags(data, out), ranks=2, ends=[None, None])
+    assert "Timed out waiting 1000ms" in first
+    assert len(read_log(out)) <= 2
+
+
+def train_on_slow_data(args):
+    def wait(step, parts):
+        parts.loader.seconds_waited = 100.0 * parts.world.rank
+
+    with at_steps(wait):
+        train_gpt2.main(args)
+
+
+def test_the_rank_that_waits_longest_for_its_data_is_named(data, out):
+    said, _ = run(train_on_slow_data, tiny_flags(data, out, max_steps=1), ranks=2)
+    assert "note: Rank 1 has waited for its data, 1:40 so far." in said
 
 
 def train_late_on_rank_0(args):

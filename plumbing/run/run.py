@@ -299,6 +299,7 @@ class Run(Report):
         self.before_evaluations = {}
         if step == self.start_step:
             self.first_step_ended = now
+            self.world.shorten_timeout()
             if math.isfinite(done.norm):  # otherwise no optimizer has taken a step yet
                 note_state(self.parts.optimizers)
             checks.note_gradients(self.parts.raw_model, step)
@@ -350,9 +351,20 @@ class Run(Report):
         if self.files and self.stopping:
             self.files.writer.wait()  # whoever sends signals may soon kill the process
 
+    def note_slow_data(self) -> None:
+        """Name the rank that waits longest for its data, if that is a tenth of the run."""
+        waited = self.world.gather(self.parts.loader.seconds_waited)
+        longest = max(waited)
+        if longest > max(60, 0.1 * (time.perf_counter() - self.started)):
+            note(
+                f"Rank {waited.index(longest)} has waited for its data, {duration(longest)} so far. Put them on a "
+                "faster disk."
+            )
+
     def write_checkpoint(self, step: int, *, finished: bool) -> None:
         """Write a checkpoint of the parts in their current state, in the background."""
         self.check_ranks(step)
+        self.note_slow_data()
         state = self.before_evaluations or training_state(self.parts)
         state = self.parts.layout.gathered(state | {"made": self.made})
         if not self.files:

@@ -80,6 +80,11 @@ class World:
                     "program, flags and data."
                 )
 
+    def shorten_timeout(self) -> None:
+        """Let ranks wait for each other no longer than STEP_TIMEOUT. torch 2.8 cannot change that."""
+        if self.size > 1 and hasattr(dist.ProcessGroup, "set_timeout"):
+            dist.group.WORLD.set_timeout(STEP_TIMEOUT)
+
     def run_on_master(self, action: Callable[..., Result], *args: Any) -> Result | None:
         """Run action(*args) on rank 0. Returns its result there and None elsewhere; all ranks raise its error."""
         result = error = None
@@ -158,6 +163,7 @@ class ImaginedWorld(World):
 LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 CONNECT_SECONDS = 60  # how long a rank tries to reach the others
 TIMEOUT = datetime.timedelta(minutes=30)  # how long ranks that are connected wait for each other
+STEP_TIMEOUT = datetime.timedelta(minutes=10)  # from the second step on, when nothing is downloaded or compiled
 
 
 def create_store(rank: int) -> Any:
