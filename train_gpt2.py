@@ -273,10 +273,6 @@ class GPT(nn.Module):
         self.lm_head = init_normal(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         self.lm_head.weight = self.transformer.wte.weight  # weight tying: one matrix for input and output
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(dict.fromkeys(self.transformer.h))  # a model may use one block several times
-
     def hidden_states(self, idx: torch.Tensor, cache=None) -> torch.Tensor:
         """Map token ids (B, T) to the last layer's hidden states (B, T, C), after the final norm.
 
@@ -328,6 +324,10 @@ class GPT(nn.Module):
         # add other losses only `if self.training`, so that validation losses can be compared between models
         num_targets = (targets != IGNORE_INDEX).sum().clamp(min=1)  # the mean over no targets would be NaN
         return logits if return_logits else None, loss / num_targets
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(dict.fromkeys(self.transformer.h))  # a model may use one block several times
 
     @torch.no_grad()
     def generate(

@@ -194,6 +194,20 @@ def test_an_odd_model_trains_as_in_ddp(changed, tmp_path):
     assert samples(tmp_path / "sharded") == samples(tmp_path / "ddp")
 
 
+HOOK = """        keep = torch.arange(config.vocab_size)[:, None] >= 100
+        self.lm_head.weight.register_hook(lambda gradient: gradient * keep)
+"""
+MARK = "        self.transformer.wpe.weight.rate = 0.1\n"
+BY_MARK = {"lr=config.max_lr, betas": "lr=config.max_lr * getattr(rest[1][1], 'rate', 1), betas"}
+
+
+def test_a_mark_on_a_parameter_is_there_as_in_ddp(changed, tmp_path):
+    trainer = changed({HIDDEN_STATES: MARK + HIDDEN_STATES} | BY_MARK)
+    for name in ("sharded", "ddp"):
+        trainer.train(name, ranks=2, **OPTIONS, shard=name == "sharded")
+    assert_close_runs(tmp_path / "sharded", tmp_path / "ddp")
+
+
 NORMALIZED = "        with torch.no_grad():\n            self.c_fc.weight.copy_(F.normalize(self.c_fc.weight))\n"
 REFUSED = {
     "a number alone": ({PROJECTION: PROJECTION + "        self.gain = nn.Parameter(torch.ones(()))\n"}, "scalar"),
@@ -207,6 +221,10 @@ REFUSED = {
     "weights that the forward pass writes": (
         {"    def forward(self, x):\n": "    def forward(self, x):\n" + NORMALIZED},
         "writes into transformer.h.0.mlp.c_fc.weight",
+    ),
+    "a hook that freezes rows": (
+        {HIDDEN_STATES: HOOK + HIDDEN_STATES},
+        "transformer.wte.weight gets another gradient",
     ),
     "a copy of the model": (
         {SCALER: '    own["ema"] = torch.optim.swa_utils.AveragedModel(raw_model)\n' + SCALER},

@@ -385,10 +385,11 @@ def make_model(make: Callable[[Any], Any], start: Start, *, shard: Any, text: An
     make(config): a new model for this TrainConfig; shard: see `Shared`; text: a batch of data (B, T).
     """
     return start.layout.make(
+        start.config,
         functools.partial(first_model, make, start),
-        functools.partial(memory.new_model, make, start.config),
+        functools.partial(memory.new_model, make),
         examine=functools.partial(examine, start, text),
-        shard=functools.partial(shard, config=start.config),
+        shard=shard,
     )
 
 
@@ -397,12 +398,12 @@ def examine(start: Start, text: Any, model: Any) -> bool:
     return checks.examine(model, start.folders[0].enc.n_vocab, start.config.block_size, text)
 
 
-def first_model(make: Callable[[Any], Any], start: Start) -> Any:
+def first_model(make: Callable[[Any], Any], start: Start, config: Any) -> Any:
     """On rank 0: a new model, or one with the weights that the run starts from.
 
     UserError if a branch's settings change a weight's shape.
     """
-    config, weights = start.config, start.weights
+    weights = start.weights
     if weights is None:
         memory.check_memory(functools.partial(make, config), start.layout.world, shares=start.layout.shares)
         return memory.new_model(make, config)

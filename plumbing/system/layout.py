@@ -11,7 +11,7 @@ from plumbing.cli.console import UserError
 from plumbing.system import memory, trial
 from plumbing.system.distributed import ImaginedWorld, World
 
-Make = Callable[[], Any]  # makes a model
+Make = Callable[[Any], Any]  # makes a model for a TrainConfig
 
 
 class Whole:
@@ -23,13 +23,13 @@ class Whole:
         self.world = world
         self.copies = world.size  # of the whole model: with several, DDP averages their gradients
 
-    def make(self, first: Make, empty: Make, *, examine: Any, shard: Any) -> Any:
+    def make(self, config: Any, first: Make, empty: Make, *, examine: Any, shard: Any) -> Any:
         """The model with its first weights on this rank's device.
 
         first: makes it on rank 0; empty: makes it elsewhere, with any weights; examine, shard: see `Shared`.
         """
-        whole = self.world.run_on_master(first)
-        model = (whole or empty()).to(self.world.device)
+        whole = self.world.run_on_master(first, config)
+        model = (whole or empty(config)).to(self.world.device)
         if self.world.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), 0)
@@ -83,8 +83,8 @@ class Imagined(Whole):
         super().__init__(world)
         self.shares = shares
 
-    def make(self, first: Make, empty: Make, *, examine: Any, shard: Any) -> Any:
-        return memory.imagine(empty)
+    def make(self, config: Any, first: Make, empty: Make, *, examine: Any, shard: Any) -> Any:
+        return memory.imagine(lambda: empty(config))
 
     def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
         return trial.estimate(attempt)

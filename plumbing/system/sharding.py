@@ -5,6 +5,7 @@ run can continue sharded, on another number of ranks, or in DDP. All of this lea
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plumbing.cli.console import UserError, first_line, is_out_of_memory
 from plumbing.system import trial
+from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
 from plumbing.system.layout import Make, Whole
 from plumbing.system.memory import SkipInit
@@ -31,24 +33,31 @@ class Shared(Whole):
         self.copies = 1
 
     def make(
-        self, first: Make, empty: Make, *, examine: Callable[[Any], bool], shard: Callable[[Any, World], None]
+        self,
+        config: Any,
+        first: Make,
+        empty: Make,
+        *,
+        examine: Callable[[Any], bool],
+        shard: Callable[[Any, World, Any], None],
     ) -> Any:
         """See Whole. Rank 0 makes the whole model in its main memory, where examine(model) says whether a cache works
-        for it; shard(model, world) splits it with FSDP.
+        for it; shard(model, world, config) splits it with FSDP.
         """
-        whole = self.world.run_on_master(first)
+        exact = dataclasses.replace(config, dtype="float32")
+        whole = self.world.run_on_master(first, exact)
         has_cache = self.world.broadcast_from_master(examine, whole)
         self.world.run_on_master(check_weights_stay, whole)
         try:
-            with torch.device("meta"), SkipInit():
-                model = empty()
-            shard(model, self.world)
+            model = split(empty, shard, whole, exact, self.world)
+            check_gradients(model, whole, self.world)
+            del model
+            model = split(empty, shard, whole, config, self.world)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise UserError(
                 f"--shard cannot split this model: {first_line(error)}. Change that in the model, or leave "
                 "--shard out."
             ) from None
-        fill(model, whole, self.world)
         model.has_cache = has_cache
         return model
 
@@ -127,6 +136,59 @@ def check_weights_stay(model: Any) -> None:
         raise UserError(
             f"The model writes into {written[0]} in its forward pass, and --shard would lose that. Leave --shard out."
         )
+
+
+def split(empty: Make, shard: Callable[..., None], whole: Any, config: Any, world: World) -> Any:
+    """A model that is shared out, with the weights, buffers and marks on parameters of rank 0's `whole` model."""
+    with torch.device("meta"), SkipInit():
+        model = empty(config)
+    marks = {name: dict(vars(p)) for name, p in model.named_parameters()}
+    shard(model, world, config)
+    fill(model, whole, world)
+    for name, p in model.named_parameters():
+        vars(p).update(marks[name])
+    return model
+
+
+def check_gradients(model: Any, whole: Any, world: World) -> None:
+    """Raise UserError if a parameter gets another gradient than in rank 0's whole model: FSDP loses hooks, say."""
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), exact_matmuls():
+        expected = world.run_on_master(gradients, whole)
+        found = gradients(model)
+        differ = []
+        for name, gradient in found.items():
+            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            if expected and not is_close_by_rows(gradient.cpu(), expected[name]):
+                differ.append(name)
+        if differ:  # a model may draw random numbers
+            again = gradients(whole)
+            differ = [name for name in differ if is_close_by_rows(again[name], expected[name])]
+    names = world.broadcast_from_master(lambda: differ)
+    if names:
+        raise UserError(
+            f"With --shard, {names[0]} gets another gradient than in the whole model: FSDP loses hooks on "
+            "parameters, for example. Change that in the model, or leave --shard out."
+        )
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a short text, by the parameters' names. The model is left without any."""
+    device = next(model.parameters()).device
+    idx = torch.arange(min(16, model.config.block_size), device=device)[None] % 8
+    was_training = model.training
+    model.eval()(idx, idx.flip(1))[1].backward()
+    model.train(was_training)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def is_close_by_rows(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether all rows of a matrix are the same but for rounding; a vector is one row."""
+    rows = len(expected) if expected.dim() > 1 else 1
+    expected = expected.reshape(rows, -1)
+    difference = (found.reshape(rows, -1) - expected).norm(dim=1)
+    return bool((difference <= 1e-2 * expected.norm(dim=1) + 1e-5 * expected.norm()).all())
 
 
 def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
