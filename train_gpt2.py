@@ -1004,9 +1004,7 @@ def make_config(
     folders = open_folders(c, split_of(kind), num_ids=c.vocab_size or preset.vocab_size, tokenizer=tokenizer)
     enc = folders[0].enc
     padded = math.ceil(enc.n_vocab / 64) * 64  # 50,304 for 50,257
-    rows = inherited.get(
-        "vocab_size", 0
-    )  # a run that continues, a branch and an evaluation keep their weights' rows
+    rows = inherited.get("vocab_size", 0)  # which a run that continues, a branch and an evaluation keep
     if kind == TUNED:
         rows = max(rows, padded) if models.is_tokenizer(tokenizer, enc) else padded
     c = dataclasses.replace(c, vocab_size=typed.get("vocab_size") or rows or padded)

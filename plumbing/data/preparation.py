@@ -314,9 +314,8 @@ def number_rows(rows: Iterable[Row], file: int) -> Iterator[Row]:
     total = 0
     for number, row in enumerate(rows):
         fields = row.values.values() if isinstance(row.values, dict) else [row.values]
-        content = "\n".join(map(str, fields)).encode(
-            "utf-8", "surrogatepass"
-        )  # repr of a long text would be slow
+        # repr of a long text would be slow
+        content = "\n".join(map(str, fields)).encode("utf-8", "surrogatepass")
         total = zlib.crc32(content, total)
         yield row._replace(file=file, number=number, size=len(content), hash=total)
 

@@ -270,9 +270,8 @@ class Meta:
     # the settings, and as "sources" the name, size and digest of each file
     made_from: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # {last shard of a run of rows: its End}
-    hashes: dict[str, int] = field(
-        default_factory=dict
-    )  # {number of a file: hash of its rows that are in shards}
+    # {number of a file: hash of its rows that are in shards}
+    hashes: dict[str, int] = field(default_factory=dict)
     asked: dict[str, Any] = field(default_factory=dict)  # the flags that named a data set on the hub
     validation_every: int = 0  # as in preparation.is_validation
 

@@ -232,9 +232,8 @@ class Report:
         took = duration(time.perf_counter() - self.started)
         if self.world.device.type == "cuda":
             took += f"; peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-            retries = torch.cuda.memory_stats().get(
-                "num_alloc_retries", 0
-            )  # each frees the cache, which is slow
+            # each frees the cache, which is slow
+            retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
             if retries:
                 took += f", {count(retries, 'allocation')} tried again: a smaller --batch-size may be faster"
         print(f"Done in {took}. The notebook play.ipynb plots this run's log.")
