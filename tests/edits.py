@@ -195,7 +195,9 @@ class Changed:
         return said
 
 
-LIVES = {name: EDITS[name] for name in EDITS if name not in ("a field and dropout", "a third group", "relu squared")}
+PARTS = ("untied", "rotary", "a field and dropout", "a third group", "relu squared")
+LIVES = {name: EDITS[name] for name in EDITS if name not in PARTS}
+LIVES["untied and rotary"] = EDITS["untied"] | ROTARY
 LIVES["weights written in the forward pass"] = {
     MLP_CALL: "        self.c_fc.weight.data.copy_(F.normalize(self.c_fc.weight.data, dim=1))\n"
     "        phases = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.phases).flatten(-2)\n"

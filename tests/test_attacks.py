@@ -70,16 +70,6 @@ def test_a_folder_belongs_to_one_process(changes, folder):
         assert listing(folder) == before
 
 
-def test_shards_that_change_while_they_are_read_end_the_run(folder):
-    def replace(step, parts):
-        make_shards(folder / "data", seed=1)
-
-    before = listing(folder / "run")
-    with at_steps(replace):
-        assert "have changed since the run began to read them" in refused_resume(folder)
-    assert {name for name in listing(folder / "run") if name.endswith(".pt")} <= before.keys()
-
-
 def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder):
     others = shutil.copytree(folder / "straight", folder / "others")
     before = listing(others)

@@ -301,22 +301,7 @@ def muon_parent(folder):
     return folder.parent / "muon"
 
 
-CHANGES = [
-    ("max_lr", 1e-2),
-    ("min_lr", 1e-3),
-    ("schedule", "wsd"),
-    ("weight_decay", 0.5),
-    ("beta1", 0.8),
-    ("beta2", 0.9),
-    ("grad_clip", 0.01),
-    ("muon_lr", 0.1),
-    ("muon_momentum", 0.5),
-    ("muon_momentum_warmup", 10),
-    ("muon_weight_decay", 0.3),
-]
-
-
-@pytest.mark.parametrize("name, value", CHANGES)
+@pytest.mark.parametrize("name, value", [("max_lr", 1e-2), ("weight_decay", 0.5), ("muon_lr", 0.1)])
 def test_a_setting_that_a_branch_changes_counts_from_its_first_update_on(name, value, muon_parent, folder, out):
     """Before it, the log is the parent's."""
     changes = {name: value, "optimizer": "muon", "max_steps": 10}

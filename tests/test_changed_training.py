@@ -101,9 +101,9 @@ WITHOUT_VECTORS = """        for module in self.modules():
 """
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_model_whose_parameters_are_all_matrices_trains(optimizer, changed, out):
-    changed({HIDDEN_STATES: WITHOUT_VECTORS + HIDDEN_STATES}).train(optimizer=optimizer)
+def test_a_model_whose_parameters_are_all_matrices_trains(changed, out):
+    """By Muon, and so by AdamW as well."""
+    changed({HIDDEN_STATES: WITHOUT_VECTORS + HIDDEN_STATES}).train(optimizer="muon")
     assert losses(out)[-1] < losses(out)[0]
 
 
@@ -182,11 +182,10 @@ def test_nothing_is_added_to_own_in_a_step(changed):
     assert "does not support item assignment" in trainer.train(ends=[1])
 
 
-CAPACITY = " * (torch.arange(x[..., 0].numel()) < 40).view(x[..., 0].shape)[..., None]"
+CAPACITY = " * (torch.arange(x[..., 0].numel()) >= x[..., 0].numel() - 40).view(x[..., 0].shape)[..., None]"
 ROWS = {  # logits that depend on the other rows of the batch
     "the mean over the batch": {GELU: 'self.c_proj(F.gelu((x := self.c_fc(x)) - x.mean(0), approximate="tanh"))'},
-    "a capacity that the first tokens take": {GELU: GELU + CAPACITY},
-    "a capacity that the last tokens take": {GELU: GELU + CAPACITY.replace("< 40", ">= x[..., 0].numel() - 40")},
+    "a capacity that the last tokens take": {GELU: GELU + CAPACITY},
 }
 
 

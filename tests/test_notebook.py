@@ -3,21 +3,17 @@
 import ast
 import base64
 import io
-import linecache
 import re
-import runpy
-import subprocess
 import sys
 import tempfile
 
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
-import torch
 from nbclient import NotebookClient
 from PIL import Image
 
-from harness import ROOT, SCRIPTS, run, train, write_run
+from harness import ROOT, SCRIPTS, train, write_run
 
 MODULES = [ROOT / name for name in SCRIPTS] + [*ROOT.glob("plumbing/**/*.py")]
 WARNINGS = ("User", "Runtime", "Future", "Syntax")
@@ -34,89 +30,19 @@ def code_cells(notebook):
 # ----- lessons.ipynb --------------------------------------------------------------------------------------
 
 
-def read_lessons():
-    """{heading: the sources of the code cells under it}. What comes before the first lesson has the title."""
-    lessons = {}
-    heading = ""
-    for cell in read_notebook("lessons.ipynb").cells:
-        found = re.match(r"##? (.*)", cell.source)
-        if cell.cell_type == "code":
-            lessons[heading].append(cell.source)
-        elif found:
-            heading = found[1]
-            lessons[heading] = []
-    return {name: sources for name, sources in lessons.items() if sources}
-
-
-class Lessons:
-    """The lessons' cells in one namespace. A lesson is run when it is asked for, after all those before it."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.names = {}
-        self.pictures = []
-        self.waiting = list(read_lessons().items())
-
-    def run_up_to(self, heading):
-        while heading in dict(self.waiting):
-            _, sources = self.waiting.pop(0)
-            for source in sources:
-                self.run_cell(source)
-
-    def run_cell(self, source):
-        before = len(self.pictures)
-        file = f"cell {hash(source)}"
-        linecache.cache[file] = len(source), None, source.splitlines(True), file  # for inspect.getsource
-        exec(compile(source, file, "exec"), self.names)
-        assert len(self.pictures) > before or "plt.show()" not in source
-
-    def show(self):
-        plt.gcf().set_layout_engine("none")  # which would draw it twice
-        plt.gcf().canvas.draw()
-        self.pictures += plt.get_fignums()
-        plt.close("all")
-
-
-def run_script(*args):
-    sys.argv = list(args)
-    runpy.run_path(args[0], run_name="__main__")
-
-
-def run_forked(command, **options):
-    """subprocess.run in a fork of this process, which has imported torch already."""
-    run(run_script, *command[1:])
-    return subprocess.CompletedProcess(command, 0)
-
-
-@pytest.fixture(scope="session")
-def all_lessons(tmp_path_factory):
-    return Lessons(tmp_path_factory.mktemp("lessons"))
-
-
-@pytest.fixture
-def lessons(all_lessons, monkeypatch):
-    """The Lessons, on a machine without a network, a GPU and a tokenizer's cache."""
+@pytest.mark.slow  # every week; test_project.py looks at the names that they take
+@pytest.mark.gpt2
+def test_the_lessons_run_without_a_run_a_network_or_a_gpu(tmp_path, monkeypatch):
+    """From top to bottom, and print no warning."""
     for name in ("http_proxy", "https_proxy", "HF_ENDPOINT"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(all_lessons.folder))
-    monkeypatch.chdir(all_lessons.folder)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(subprocess, "run", run_forked)
-    plt.switch_backend("Agg")
-    monkeypatch.setattr(plt, "show", all_lessons.show)
-    with plt.style.context(ROOT / "plumbing" / "notebook.mplstyle"):  # which the first cells choose
-        yield all_lessons
-
-
-@pytest.mark.slow  # every week: each lesson is run after all those before it
-@pytest.mark.gpt2
-@pytest.mark.filterwarnings(*[f"error::{kind}Warning" for kind in WARNINGS])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # matplotlib's own, of numpy
-@pytest.mark.parametrize("heading", read_lessons())
-def test_a_lesson_runs_without_a_run_a_network_or_a_gpu(heading, lessons, capfd):
-    """It draws its pictures, and prints no warning."""
-    lessons.run_up_to(heading)
-    assert not capfd.readouterr().err
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    notebook = read_notebook("lessons.ipynb")
+    execute(notebook, tmp_path)
+    for cell in code_cells(notebook):
+        pictures = ["image/png" in output.get("data", {}) for output in cell.outputs]
+        assert any(pictures) or "plt.show()" not in cell.source
 
 
 def test_each_lesson_has_an_exercise_and_its_answer():

@@ -296,21 +296,6 @@ def test_a_step_whose_targets_are_all_masked_learns_nothing(out, tmp_path):
     assert before == after_masked != after_other
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_an_id_is_drawn_as_often_as_the_softmax_at_this_temperature_says(temperature):
-    """Three ids, 20,000 times: four standard errors are at most 0.0142."""
-    model = tiny_model().eval()
-    idx = torch.tensor([[5, 7]])
-    with torch.no_grad():
-        logits, _ = model(idx)
-    probabilities = (logits[0, -1, :3] / temperature).softmax(-1)
-    generator = torch.Generator().manual_seed(0)
-    rows = idx.expand(20_000, 2)
-    [ids] = model.generate(rows, 1, vocab_size=3, temperature=temperature, generator=generator)
-    shares = ids.bincount() / 20_000
-    torch.testing.assert_close(shares, probabilities, atol=0.0142, rtol=0)
-
-
 def at_step(step, **settings):
     """The groups of Muon and of AdamW at a step of such a run."""
     config = TrainConfig(optimizer="muon", **settings)

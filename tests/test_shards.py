@@ -13,7 +13,7 @@ from plumbing import files
 from plumbing.cli.console import UserError
 from plumbing.data import shards
 
-from harness import change_meta, make_shards, read_log, refused, status_of, tiny_flags
+from harness import change_meta, make_shards, refused, tiny_flags
 
 
 def write_shard(path, tokens, end=b"", **changes):
@@ -135,15 +135,6 @@ def test_a_mask_of_another_type_or_length_than_its_shard_is_refused(tmp_path, sh
     write_mask(path.with_suffix(".mask"), np.ones(shape, dtype))
     with pytest.raises(UserError, match=r"holds .* not uint8 of shape \(3,\)"):
         shards.open_masks([shards.open_shard(path)])
-
-
-def test_a_folder_of_weight_0_needs_only_a_validation_split(tmp_path):
-    make_shards(tmp_path / "data")
-    make_shards(tmp_path / "other", lengths=(2000,), seed=1)
-    changes = dict(data=(tmp_path / "data", tmp_path / "other"), data_weights=(1, 0))
-    changes |= dict(out_dir=tmp_path / "log", max_steps=1, warmup_steps=0)
-    assert status_of(train_gpt2.main, tiny_flags(**changes)) == 0
-    assert len(read_log(tmp_path / "log", "val/other")) > 0
 
 
 def test_a_folder_to_train_on_needs_a_train_split(tmp_path):

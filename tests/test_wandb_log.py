@@ -117,8 +117,9 @@ def test_a_run_that_is_resumed_offline_is_the_same_run_with_all_steps(begun, dat
     assert f"wandb sync {tmp_path / 'run' / 'wandb' / 'offline-run-'}" in said
 
 
-@pytest.mark.parametrize("has_login", [True, False])
-@pytest.mark.parametrize("mode", ["online", "offline", "disabled", "shared"])
+@pytest.mark.parametrize(
+    "mode, has_login", [("online", False), ("offline", True), ("disabled", True), ("shared", True)]
+)
 def test_wandb_mode_is_obeyed(mode, has_login, data, tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", mode)
     wandb.login.return_value = has_login
