@@ -11,7 +11,7 @@ from plumbing.system import devices, memory
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
-from edits import BLOCKS, HIDDEN_STATES, OPTIMIZERS, POSITIONS, PROJECTION, SCALER
+from edits import BLOCKS, HIDDEN_STATES, OPTIMIZERS, POSITIONS, PROJECTION, SCALER, adamw_as, in_changed
 from harness import (
     KILLED,
     assert_same_run,
@@ -192,6 +192,61 @@ def test_an_odd_model_trains_as_in_ddp(changed, tmp_path):
         trainer.train(name, ranks=2, **OPTIONS, shard=name == "sharded")
     assert_close_runs(tmp_path / "sharded", tmp_path / "ddp")
     assert samples(tmp_path / "sharded") == samples(tmp_path / "ddp")
+
+
+# AdamW that divides a gradient by averages of its own: of all its squares, and of the columns' squares
+AVERAGED = adamw_as(
+    "Averaged",
+    """
+
+class Averaged(torch.optim.AdamW):
+    def step(self):
+        kept = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                square = p.grad.square().sum()
+                columns = p.grad.square().mean(0)
+                if "square" in state:
+                    square = 0.5 * state["square"] + 0.5 * square
+                    columns = 0.5 * state["columns"] + 0.5 * columns
+                kept[p] = square, columns
+                p.grad = p.grad / (square.sqrt() + columns.sqrt() + 1e-8)
+        super().step()
+        for p, (square, columns) in kept.items():
+            self.state[p] |= dict(square=square, columns=columns)
+""",
+)
+
+
+def test_state_that_is_not_by_rows_is_split_again_as_it_was(changed, tmp_path):
+    """A column average of a square matrix is as long as the matrix."""
+    trainer = changed(AVERAGED)
+    options = dict(max_steps=6, checkpoint_every=2, shard=True, ranks=2)
+    trainer.train("whole", **options)
+    args = trainer.flags("resumed", max_steps=6, checkpoint_every=2, shard=True)
+    run(in_changed, trainer.path, killed_at, 4, 4, args, ranks=2, ends=[KILLED, KILLED])
+    trainer.train("resumed", **options)
+    np.testing.assert_allclose(losses(tmp_path / "resumed"), losses(tmp_path / "whole"), rtol=0, atol=1e-5)
+
+
+# an optimizer that keeps state of this rank's rows, or of this rank's numbers
+LOCAL = """
+
+class Local(torch.optim.AdamW):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                rows = p.to_local() if hasattr(p, "to_local") else p * (1 + dist.get_rank())
+                self.state[p]["square"] = rows.detach().square()
+"""
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_state_that_differs_between_ranks_is_one_line_before_the_first_checkpoint(shard, changed):
+    said = changed(adamw_as("Local", LOCAL)).error(ranks=2, shard=shard)
+    assert "the state of Local is not the same on all ranks" in said
 
 
 HOOK = """        keep = torch.arange(config.vocab_size)[:, None] >= 100

@@ -21,6 +21,7 @@ from plumbing.cli.console import UserError, first_line, note, print0, quote
 from plumbing.data import tokenizers
 from plumbing.files import FolderLock, Name, atomic_write
 from plumbing.run import source_code
+from plumbing.system.layout import Splits
 
 CHECKPOINT_NAME = re.compile(r"model_([0-9]{5,15})\.pt")  # log/model_00500.pt is the checkpoint of step 500
 BEST = "model_best.pt"  # the weights with the lowest validation loss
@@ -48,6 +49,7 @@ class Checkpoint(TypedDict):
     tokenizer_file: str  # the tokenizer itself, from tokenizers.dumps; "": GPT-2's
     step: int  # updates so far
     optimizer: list[dict[str, Any]]  # the state dict of each optimizer
+    splits: list[Splits]  # how each of these was split over the ranks, with --shard
     groups: list[str]  # their groups and the parameters in them, in words
     made: Made
     scaler: dict[str, Any]  # float16's gradient scaler; empty in other dtypes
@@ -185,9 +187,11 @@ def check_own(own: Mapping[str, Any]) -> None:
 
 def training_state(parts: Any) -> dict[str, Any]:
     """The state of the trainer's `parts`, for `restore_state`."""
+    optimizers = [each.state_dict() for each in parts.optimizers]
     return {
         "model": parts.raw_model.state_dict(),
-        "optimizer": [each.state_dict() for each in parts.optimizers],
+        "optimizer": optimizers,
+        "splits": [parts.layout.splits_of(each) for each in optimizers],
         "groups": places_in(parts.optimizers),
         "scaler": parts.scaler.state_dict(),
         "loader": parts.loader.state_dict(),
@@ -231,8 +235,11 @@ def restore_state(start: Any, parts: Any, *, made: Made, now: dict[str, Any]) ->
         note(said)
     if not groups:
         states = saved.get("optimizer") or [None] * len(parts.optimizers)  # rank 0 has them
-        for optimizer, state, then, now_made in zip(parts.optimizers, states, saved["made"], made):
-            shared = layout.hand_out_optimizer(state, parameters_of(optimizer))
+        splits = saved.get("splits") or [{}] * len(states)  # older checkpoints have none
+        for optimizer, state, split, then, now_made in zip(
+            parts.optimizers, states, splits, saved["made"], made
+        ):
+            shared = layout.hand_out_optimizer(state, parameters_of(optimizer), split)
             load_optimizer(optimizer, shared, then=then, now=now_made)
     if parts.scaler.is_enabled() and saved["scaler"]:  # a branch may use float16 although its parent did not
         parts.scaler.load_state_dict(saved["scaler"])
@@ -358,22 +365,11 @@ class CheckpointWriter:
         self.submit(f"model_{step:05d}.pt", {**checkpoint, "temporary": self.deletable})
 
     def submit(self, name: str, checkpoint: dict[str, Any]) -> None:
-        """Copy a checkpoint to the CPU and write it in the background, after the previous one has finished."""
+        """Write a checkpoint in the background, after the previous one has finished. Its tensors must not change."""
         self.wait()
-        copies: dict[Any, Tensor] = {}
-
-        def copy(value):
-            if not isinstance(value, Tensor):
-                return as_pythons(value)
-            # tied weights are copied once, and stay tied in the file
-            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-            if memory not in copies:
-                copies[memory] = value.to("cpu", copy=True)
-            return copies[memory]
-
         check_readable(checkpoint)
-        copied = tree_map(copy, checkpoint)
-        self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, copied))
+        plain = tree_map(as_pythons, checkpoint)
+        self.pending.append(self.executor.submit(self.write_file, self.lock.folder / name, plain))
 
     def write_file(self, path, checkpoint):
         self.lock.check()

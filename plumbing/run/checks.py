@@ -5,7 +5,7 @@ A run's model is examined before the first step of each start, and a loaded mode
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -177,24 +177,50 @@ def check_groups(model: torch.nn.Module, optimizers: list[Any]) -> None:
         trainable[name].requires_grad_(False)  # its gradient would count in the norm that clips the others
 
 
-def check_ranks(model: torch.nn.Module, step: int, world: World) -> None:
-    """Raise UserError, on all ranks, if the ranks' parameters differ by more than rounding, and name the worst one."""
-    names, norms = [], []
-    for name, p in model.named_parameters():
-        if p.is_complex():
-            p = torch.view_as_real(p)
-        if p.is_floating_point():
-            names.append(name)
-            norms.append(torch.linalg.vector_norm(p, 1, dtype=torch.float64))
-    gathered = torch.tensor(world.gather(torch.stack(norms).tolist()))
-    differs = ((gathered - gathered[0]).abs() / gathered[0].clamp(min=1e-30)).amax(0)
-    if differs.max() > 1e-6:
+def check_ranks(parts: Any, step: int) -> None:
+    """Raise UserError, on all ranks, if what they should have alike differs by more than rounding."""
+    end = "If ranks are meant to differ between checkpoints, set raw_model.ranks_differ = True in setup()."
+    weights = parts.raw_model.named_parameters() if parts.layout.copies > 1 else []
+    worst = different(weights, parts.world)
+    if worst:
         raise UserError(
-            f"After step {step}, {names[int(differs.argmax())]} is not the same on all ranks, so each rank trains "
-            "another model. DDP averages the gradients only of parameters that required one when the run began, and "
-            "each must get one in every step. Random numbers differ between ranks. No checkpoint was written. If ranks "
-            "are meant to differ between checkpoints, set raw_model.ranks_differ = True in setup()."
+            f"After step {step}, {worst} is not the same on all ranks, so each rank trains another model. DDP averages "
+            "the gradients only of parameters that required one when the run began, and each must get one in every "
+            f"step. Random numbers differ between ranks. No checkpoint was written. {end}"
         )
+    owners = {f"the state of {type(each).__name__}": each for each in parts.optimizers}
+    owners |= {f"Parts.own[{name!r}]": each for name, each in parts.own.items()}
+    state = []
+    for name, owner in owners.items():
+        state += [(name, tensor) for tensor in parts.layout.plain_tensors(owner.state_dict())]
+    worst = different(state, parts.world)
+    if worst:
+        raise UserError(
+            f"After step {step}, {worst} is not the same on all ranks, but a checkpoint holds rank 0's alone, so a run "
+            "that is resumed would go on with another one. Compute it from what all ranks have or, with --shard, from "
+            f"gradients and weights themselves (DTensors), not from this rank's rows. {end}"
+        )
+
+
+def different(tensors: Iterable[tuple[str, torch.Tensor]], world: World) -> str:
+    """The name of the tensor that differs most between the ranks, "" if none does but for rounding."""
+    names, norms = [], []
+    for name, tensor in tensors:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if not tensor.is_floating_point():
+            tensor = tensor.double()
+        names.append(name)
+        norms.append(torch.linalg.vector_norm(tensor, 1, dtype=torch.float64).to(world.device))
+    gathered = world.gather(torch.stack(norms).tolist() if norms else [])
+    worst, found = 1e-6, ""
+    for theirs in gathered:
+        if len(theirs) != len(names):
+            return names[0] if names else "the state"
+        for name, norm, first in zip(names, theirs, gathered[0]):
+            if abs(norm - first) > worst * max(abs(first), 1e-30):
+                worst, found = abs(norm - first) / max(abs(first), 1e-30), name
+    return found
 
 
 def note_gradients(model: torch.nn.Module, step: int) -> None:

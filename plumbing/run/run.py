@@ -286,7 +286,7 @@ class Run(Report):
         self.val_loss = mean.loss
         if self.config.keep_best and mean.loss < self.best_val_loss:
             self.best_val_loss = mean.loss
-            weights = self.parts.layout.gathered(self.parts.raw_model.state_dict())
+            weights = self.copied(self.parts.raw_model.state_dict())
             if self.files:
                 best = {"step": step, "val_loss": mean.loss, "model": weights}
                 self.files.writer.submit(checkpoints.BEST, best | self.metadata)
@@ -365,7 +365,7 @@ class Run(Report):
         self.check_ranks(step)
         self.note_slow_data()
         state = self.before_evaluations or training_state(self.parts)
-        state = self.parts.layout.gathered(state | {"made": self.made})
+        state = self.copied(state | {"made": self.made})
         if not self.files:
             return
         for loader in (self.parts.loader, *self.parts.val_loaders):
@@ -379,14 +379,19 @@ class Run(Report):
         progress = {"step": step, "finished": finished}
         self.files.writer.write({**progress, **losses, **state, **self.metadata})
 
+    def copied(self, state: Any) -> Any:
+        """On rank 0: a copy in main memory, once the one before is on disk."""
+        if self.files:
+            self.files.writer.wait()
+        return self.parts.layout.copied(state)
+
     def check_ranks(self, step: int) -> None:
-        """Raise UserError if the ranks train different models.
+        """Raise UserError if the ranks train different models, or have different state.
 
         A trainer in which they are meant to differ, as in DiLoCo, says so with ranks_differ.
         """
-        are_equal = not getattr(self.parts.raw_model, "ranks_differ", False)
-        if self.parts.layout.copies > 1 and are_equal:
-            checks.check_ranks(self.parts.raw_model, step, self.world)
+        if self.world.size > 1 and not getattr(self.parts.raw_model, "ranks_differ", False):
+            checks.check_ranks(self.parts, step)
 
     def finish(self, step: int) -> Ended:
         """End the run after `step` steps: export the model, unless the run was stopped."""

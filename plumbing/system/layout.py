@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plumbing.cli.console import UserError
 from plumbing.system import memory, trial
 from plumbing.system.distributed import ImaginedWorld, World
 
+# {a parameter's number: {name: by which dimension this state of it is split; None: every rank has all of it}}
+Splits = dict[int, dict[str, int | None]]
 Make = Callable[[Any], Any]  # makes a model for a TrainConfig
 
 
@@ -60,12 +63,20 @@ class Whole:
     def whole_tensor(self, tensor: Any) -> torch.Tensor:
         return tensor
 
-    def gathered(self, state: Any) -> Any:
-        """`state` with whole tensors on rank 0."""
-        return state
+    def copied(self, state: Any) -> Any:
+        """On rank 0: a copy of `state` in main memory, with whole tensors."""
+        return copied(state, "cpu") if self.world.is_master else None
 
-    def hand_out_optimizer(self, state: Any, parameters: list[Any]) -> dict[str, Any]:
-        """Rank 0's state dict of an optimizer, for this rank's parameters."""
+    def plain_tensors(self, state: Any) -> list[torch.Tensor]:
+        """The tensors in `state` that no rank has a share of, so that all should have them alike."""
+        return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+    def splits_of(self, state: dict[str, Any]) -> Splits:
+        """How an optimizer's state dict is split over the ranks."""
+        return {}
+
+    def hand_out_optimizer(self, state: Any, parameters: list[Any], splits: Splits) -> dict[str, Any]:
+        """Rank 0's state dict of an optimizer, for this rank's parameters. splits: how it was split in its run."""
         return self.world.broadcast_from_master(lambda: state)
 
     def check(self, state: dict[str, Any]) -> None:
@@ -74,6 +85,22 @@ class Whole:
     def explained(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which errors of this layout are explained."""
         return contextlib.nullcontext()
+
+
+def copied(state: Any, device: torch.device | str) -> Any:
+    """A copy of `state` on this device, with whole tensors. Tied weights are copied once, and stay tied in a file."""
+    copies: dict[Any, torch.Tensor] = {}
+
+    def copy(tensor: Any) -> torch.Tensor:
+        local, whole = tensor, tensor
+        if hasattr(tensor, "full_tensor"):  # a share
+            local, whole = tensor.to_local(), tensor.full_tensor()
+        memory = (local.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if not tensor.numel() or memory not in copies:
+            copies[memory] = whole.to(device, copy=True)
+        return copies[memory]
+
+    return tree_map_only(torch.Tensor, copy, state)
 
 
 class Imagined(Whole):

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from plumbing.cli.console import UserError, first_line, is_out_of_memory
 from plumbing.system import trial
 from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
-from plumbing.system.layout import Make, Whole
+from plumbing.system.layout import Make, Splits, Whole, copied
 from plumbing.system.memory import SkipInit
 
 
@@ -80,11 +80,23 @@ class Shared(Whole):
     def whole_tensor(self, tensor: Any) -> torch.Tensor:
         return tensor.full_tensor()
 
-    def gathered(self, state: Any) -> Any:
-        return gathered(state, "cpu" if self.world.is_master else "meta")
+    def copied(self, state: Any) -> Any:
+        return copied(state, "cpu" if self.world.is_master else "meta")
 
-    def hand_out_optimizer(self, state: Any, parameters: list[Any]) -> dict[str, Any]:
-        return shard_state(state, parameters, self.world)
+    def plain_tensors(self, state: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in super().plain_tensors(state) if not isinstance(tensor, DTensor)]
+
+    def splits_of(self, state: dict[str, Any]) -> Splits:
+        splits: Splits = {}
+        for number, values in state.get("state", {}).items():
+            splits[number] = {}
+            for name, value in values.items():
+                if isinstance(value, DTensor):
+                    splits[number][name] = getattr(value.placements[0], "dim", None)
+        return splits
+
+    def hand_out_optimizer(self, state: Any, parameters: list[Any], splits: Splits) -> dict[str, Any]:
+        return shard_state(state, parameters, splits, world=self.world)
 
     def check(self, state: dict[str, Any]) -> None:
         for optimizer in state["optimizer"]:
@@ -160,7 +172,7 @@ def check_gradients(model: Any, whole: Any, world: World) -> None:
             gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             if expected and not is_close_by_rows(gradient.cpu(), expected[name]):
                 differ.append(name)
-        if differ:  # a model may draw random numbers
+        if expected and differ:  # a model may draw random numbers
             again = gradients(whole)
             differ = [name for name in differ if is_close_by_rows(again[name], expected[name])]
     names = world.broadcast_from_master(lambda: differ)
@@ -207,7 +219,7 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             source = whole.get_parameter(name).detach() if whole else None
-            p.copy_(shard_tensor(source, p, world))
+            p.copy_(shard_tensor(source, p, getattr(p, "placements", None), world=world))
         for name, buffer in model.named_buffers():
             if whole:
                 buffer.copy_(whole.get_buffer(name))
@@ -217,23 +229,28 @@ def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
         model.load_state_dict(extra, strict=False)
 
 
-def shard_tensor(tensor: torch.Tensor | None, p: Any, world: World) -> torch.Tensor:
-    """Split rank 0's whole tensor like the sharded parameter p. The other ranks read only its shape and dtype."""
+def shard_tensor(tensor: torch.Tensor | None, p: Any, placements: Any, *, world: World) -> torch.Tensor:
+    """Split rank 0's whole tensor over the ranks of the parameter p; without placements, give it to all.
+
+    The other ranks read only its shape and dtype.
+    """
     like = p if tensor is None else tensor
     if world.is_master:
         full = like.to(world.device)
     else:
         full = torch.empty(like.shape, dtype=like.dtype, device=world.device)
-    if isinstance(p, DTensor):
-        return distribute_tensor(full, p.device_mesh, p.placements)
-    dist.broadcast(full, 0)  # a parameter that FSDP ignores
+    if placements:
+        return distribute_tensor(full, p.device_mesh, placements)
+    dist.broadcast(full, 0)
     return full
 
 
-def shard_state(state: dict[str, Any] | None, parameters: list[torch.Tensor], world: World) -> dict[str, Any]:
-    """Split rank 0's state dict of an optimizer like its parameters.
+def shard_state(
+    state: dict[str, Any] | None, parameters: list[torch.Tensor], splits: Splits, *, world: World
+) -> dict[str, Any]:
+    """Split rank 0's state dict of an optimizer as it was before or, if it was whole, like its parameters.
 
-    A tensor is split by rows if it has as many rows as its parameter. An average over columns has.
+    Then a tensor is split by rows if it has as many rows as its parameter. An average over columns has.
     """
     source = state or {}
     shapes = world.broadcast_shapes(source)
@@ -246,24 +263,23 @@ def shard_state(state: dict[str, Any] | None, parameters: list[torch.Tensor], wo
         for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 continue
-            is_by_rows = isinstance(p, DTensor) and value.dim() > 0 and value.size(0) == p.size(0)
-            shared["state"][number][name] = (
-                shard_tensor(value, p, world) if is_by_rows else world.broadcast(value)
-            )
+            placements = None
+            if name in splits.get(number, {}):
+                dim = splits[number][name]
+                placements = [Replicate() if dim is None else Shard(dim)]
+            elif (
+                number not in splits
+                and value.dim() > 0
+                and isinstance(p, DTensor)
+                and value.size(0) == p.size(0)
+            ):
+                placements = p.placements
+            if placements:
+                value = shard_tensor(value, p, placements, world=world)
+            else:
+                value = world.broadcast(value)
+            shared["state"][number][name] = value
     return shared
-
-
-def gathered(state: Any, device: torch.device | str) -> Any:
-    """`state` with whole tensors on this device instead of sharded ones. All ranks must call this."""
-    copies: dict[Any, torch.Tensor] = {}  # tied weights are gathered once
-
-    def gather(tensor: Any) -> torch.Tensor:
-        memory = (tensor.to_local().untyped_storage()._cdata, tensor.shape)
-        if memory not in copies:
-            copies[memory] = tensor.full_tensor().to(device)
-        return copies[memory]
-
-    return tree_map_only(DTensor, gather, state)
 
 
 def whole_copy(model: Any, model_class: type, device: torch.device | str) -> Any:
@@ -272,7 +288,7 @@ def whole_copy(model: Any, model_class: type, device: torch.device | str) -> Any
         copy = model_class(model.config)
     with torch.no_grad():
         # the model's own load_state_dict may take other arguments
-        nn.Module.load_state_dict(copy, gathered(model.state_dict(), device), strict=False, assign=True)
+        nn.Module.load_state_dict(copy, copied(model.state_dict(), device), strict=False, assign=True)
     for name, buffer in model.named_buffers():  # also those that no state dict has
         owner, _, attribute = name.rpartition(".")
         copy.get_submodule(owner)._buffers[attribute] = buffer.to(device)

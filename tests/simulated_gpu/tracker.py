@@ -72,8 +72,7 @@ def tracked(config, B):
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         world = World(0, ranks, torch.device("cuda:0"))
         with world.device:
-            model = train_gpt2.GPT(config.model_config)
-        train_gpt2.set_computation(model, config)
+            model = train_gpt2.make_gpt(config)
         if config.shard:
             train_gpt2.shard(model, world, config)
         optimizers = train_gpt2.configure_optimizers(model, config)
