@@ -422,7 +422,7 @@ def child(function, args, output, environment):
 KILLED = -9  # the exit status after SIGKILL
 
 
-def run(function, *args, ranks=0, ends=None, timeout=60):
+def run(function, *args, ranks=0, ends=None, timeout=250):
     """Run function(*args) in a process, or in so many `ranks`; a list of what each of them printed.
 
     Each has the environment of the test that starts it, whichever test was the first to start one.

@@ -345,7 +345,7 @@ def run_script(folder, *lines, shell="", keywords="", **environment):
     script = write_script(folder, *lines, keywords=keywords)
     command = f'"{sys.executable}" "{script}" {shell}; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, **environment}
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=60)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=250)
 
 
 SLOW = ("torch", "numpy", "transformers", "datasets", "pyarrow", "tiktoken")
@@ -464,7 +464,7 @@ def interrupt(*command, **environment):
     with subprocess.Popen([sys.executable, *command], **pipes, env={**os.environ, **environment}) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=250)
     return process.returncode, said
 
 

@@ -224,10 +224,10 @@ def test_neither_cores_nor_batches_change_a_byte(path, num_proc, batch_bytes, qu
 
 
 def measure_memory(tmp_path, key):
-    """Print the peak of memory for inputs of 2, 2 and 20 MB: the first one also imports what is imported late."""
+    """Print the peak of memory for inputs of 2, 2 and 8 MB: the first one also imports what is imported late."""
     preparation.BATCH_BYTES = 100_000
     preparation.QUEUE_BYTES = 400_000
-    for number, count in enumerate((20, 20, 200)):
+    for number, count in enumerate((20, 20, 80)):
         rows = [{"text": "A text."}, *[{key: "x" * 100_000}] * count, {"text": "Another."}]
         path = write_rows(tmp_path / f"{count}.jsonl", rows)
         tracemalloc.start()
