@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ from tqdm import tqdm
 from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
 from plumbing.data.readers import read_records
-from plumbing.data.shards import Shard, check_meta, open_shards, read_meta
+from plumbing.data.shards import Shard, check_meta, open_shards, read_meta, split_of
 from plumbing.system.limits import num_cores
 
 NGRAM = 13  # tokens in the shortest overlap that counts; GPT-3's contamination study takes 13 words
@@ -124,7 +125,11 @@ def longest_overlaps(examples, found):
 
 def report(folder, path):
     """Print which examples in `path` occur in the shards in `folder`. Returns {line number: longest overlap}."""
-    shards = [*open_shards(folder, "val"), *open_shards(folder, "train")]  # in the order of their text
+    splits = {split_of(path.name) for path in Path(folder).glob("*")} - {None}
+    shards = []
+    for split in ("val", "train"):  # in the order of their text
+        if split in splits or not splits:
+            shards += open_shards(folder, split)
     meta = read_meta(folder)
     check_meta(folder, meta, shards)
     enc = tokenizers.folder_encoding(folder, meta.tokenizer)

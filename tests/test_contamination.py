@@ -105,6 +105,15 @@ def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards,
     assert "18 tokens, the first 13 of them in x_val_000000.npy at 6: 'the same fourteen '" in said
 
 
+@pytest.mark.parametrize("split, length", [("train", 18), ("val", 14)])
+def test_a_folder_may_lack_a_split(split, length, byte_shards):
+    """Of "It is the same four cats", the other one has "It is the same fou" or " the same four"."""
+    for path in byte_shards.glob(f"x_{split}_*"):
+        path.unlink()
+    path = write_rows(byte_shards / "eval.jsonl", [{"ctx": "It is the", "endings": ["same four cats"]}])
+    assert contamination.report(byte_shards, path) == {1: length}
+
+
 def test_a_match_of_bytes_tells_little(byte_shards, capsys):
     path = write_rows(byte_shards / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
     contamination.report(byte_shards, path)
