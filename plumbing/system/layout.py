@@ -18,7 +18,7 @@ Make = Callable[[Any], Any]  # makes a model for a TrainConfig
 
 
 class Whole:
-    """Each rank holds the whole model. All ranks must call each of these methods."""
+    """Each rank holds the whole model. All ranks must call these methods, as some of them exchange tensors."""
 
     shares = 1  # across so many ranks are weights, gradients and optimizer state split
 

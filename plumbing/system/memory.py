@@ -78,7 +78,7 @@ def state_bytes(optimizer: Any) -> float:
 
 
 def training_bytes(model: Any, optimizers: list[Any]) -> float:
-    """The bytes of a model's weights, their gradients and the optimizers' state, on all ranks together."""
+    """The bytes of a model's weights, their gradients and the optimizers' state, before it is split over ranks."""
     weights = sum(p.nbytes for p in model.parameters())
     gradients = weights if optimizers else 0
     return weights + gradients + sum(map(state_bytes, optimizers))

@@ -84,11 +84,6 @@ class Trial(NamedTuple):
         config = dataclasses.replace(self.config, compile=compiled)
         return self.wrap(self.raw_model, config, self.layout)
 
-    def run_micro_step(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-        loss = self.loss(model, x, y)
-        if self.optimizers:
-            loss.backward()
-
     def account(self, make: Callable[[], Any], larger: int, *, room: float = math.inf) -> memory.Account:
         """Count what a micro-step of one sequence and, if there is room for it, of a larger B take.
 
@@ -428,7 +423,10 @@ def try_step(trial: Trial, B: int, optional: list[str]) -> tuple[Any, float]:
         began = time.perf_counter()
         # no_sync: a rank that fails here would leave the others waiting in the all-reduce
         with model.no_sync() if trial.layout.copies > 1 else contextlib.nullcontext():
-            trial.run_micro_step(model, x, y)
+            loss = trial.loss(model, x, y)
+            if trial.optimizers:
+                loss.backward()
+            del loss  # frees the activations of an evaluation
     del reserved
     return model, time.perf_counter() - began
 
