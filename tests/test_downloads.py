@@ -580,7 +580,7 @@ def test_ready_made_shards_come_whole(ready_made, hub):
     fineweb.main(["--pretokenized", "2"])
     folder = Path("edu_fineweb10B")
     assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == ready_made
-    assert {*listing(folder)} == {*ready_made, "meta.json", *TABLES}
+    assert {*listing(folder)} - {*TABLES} == {*ready_made, "meta.json"}  # GPT-2's tables may not be here
     meta = read_meta(folder)
     assert meta["shards"] == dict.fromkeys(ready_made, 1000)
     assert meta["tokens"] == 3000
