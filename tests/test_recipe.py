@@ -1,7 +1,6 @@
 """The recipe: the sizes and initial weights of GPT-2, GPT-3's schedules, weight decay where it belongs, and Muon."""
 
 import dataclasses
-import itertools
 import math
 import time
 
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
 from harness import (
+    at_steps,
     flags,
     listing,
     log_lines,
@@ -87,11 +87,12 @@ def test_a_step_of_the_ramp_reads_all_of_its_windows_though_they_are_no_multiple
 
 def test_the_speed_of_a_step_in_a_ramp_is_by_the_tokens_that_it_reads(large, out, monkeypatch):
     """32K of 96K at first and, as it grows in steps of 32K, at half of the ramp. Each step takes a second."""
-    now = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    taken = []
+    monkeypatch.setattr(time, "perf_counter", lambda: len(taken))
     small = dict(n_layer=1, n_head=1, n_embd=8, sequence_length=32)
     ramp = dict(total_batch_size=3 * 2**15, batch_ramp=2**16, batch_size=1024)
-    train(large, out, max_steps=3, val_every=0, checkpoint_every=0, **small, **ramp)
+    with at_steps(after=lambda step, parts, done: taken.append(step)):
+        train(large, out, max_steps=3, val_every=0, checkpoint_every=0, **small, **ramp)
     assert losses(out, "tok/s") / 2**15 == pytest.approx([1, 1, 3])
 
 
