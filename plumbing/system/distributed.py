@@ -82,8 +82,9 @@ class World:
 
     def shorten_timeout(self) -> None:
         """Let ranks wait for each other no longer than STEP_TIMEOUT. torch 2.8 cannot change that."""
-        if self.size > 1 and hasattr(dist.ProcessGroup, "set_timeout"):
-            dist.group.WORLD.set_timeout(STEP_TIMEOUT)
+        ranks = dist.group.WORLD  # None for a single process
+        if ranks and hasattr(ranks, "set_timeout"):
+            ranks.set_timeout(STEP_TIMEOUT)
 
     def run_on_master(self, action: Callable[..., Result], *args: Any) -> Result | None:
         """Run action(*args) on rank 0. Returns its result there and None elsewhere; all ranks raise its error."""
