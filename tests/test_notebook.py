@@ -252,9 +252,9 @@ def test_the_groups_are_compared_in_words(capsys, sweep):
 
 
 def defined(tree):
-    """The names of the functions, methods and classes in a module or cell."""
-    nodes = ast.walk(tree)
-    return {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    """The names of the functions, methods and classes in a module or cell, without those that Python or torch calls."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return {node.name for node in nodes if not node.name.startswith("__")}
 
 
 both = pytest.mark.parametrize("name", ["play.ipynb", "lessons.ipynb"])

@@ -226,7 +226,9 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
         raise UserError(f"The model is no longer a GPT-2: transformers finds {doubts}.")
     T = model.config.block_size
     device = next(model.parameters()).device
-    if free_memory(device) > 2 * sum(p.nbytes for p in model.parameters()):
+    weights = sum(p.nbytes for p in model.parameters())
+    logits = 4 * max(T, 1024) * enc.n_vocab  # the bytes of a batch
+    if free_memory(device) > 2 * weights + 8 * logits:
         theirs.to(device)
     ids = text_to_compare(enc)
     num_rows = math.ceil(len(ids) / T)

@@ -124,9 +124,9 @@ class LiveBytes(TorchDispatchMode):
             self.sizes[key] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.forget, key)
+            weakref.finalize(storage, self.release, key)
 
-    def forget(self, key: int) -> None:
+    def release(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
 
 
