@@ -227,8 +227,8 @@ def check_export(model: Any, enc: tiktoken.Encoding, directory: Path) -> None:
     T = model.config.block_size
     device = next(model.parameters()).device
     weights = sum(p.nbytes for p in model.parameters())
-    logits = 4 * max(T, 1024) * enc.n_vocab  # the bytes of a batch
-    if free_memory(device) > 2 * weights + 8 * logits:
+    numbers = max(T, 1024) * (enc.n_vocab + 16 * model.config.n_embd)  # logits and activations of a batch
+    if free_memory(device) > 2 * weights + 32 * numbers:
         theirs.to(device)
     ids = text_to_compare(enc)
     num_rows = math.ceil(len(ids) / T)
