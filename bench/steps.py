@@ -22,7 +22,6 @@ from plumbing.cli.console import UserError
 from plumbing.data.tokenizers import get_encoding
 from plumbing.run.start import check_config
 from plumbing.system.distributed import World
-from plumbing.system.float8 import Float8Linear
 from plumbing.system.layout import Whole
 from plumbing.system.trial import Trial
 from train_gpt2 import GPT, PRESETS, CausalSelfAttention, DataLoaderLite, TrainConfig
@@ -123,11 +122,9 @@ def make_ours(config, folder):
     world = world_of(config)
     set_precision(config)  # compiled models are compiled again if it changes
     torch.manual_seed(0)
-    model_class = UsualGPT if config.usual_forward else GPT
-    raw_model = model_class(config.model_config).to(config.device)
-    raw_model.activation_checkpointing = config.activation_checkpointing
-    if config.dtype == "fp8":
-        raw_model.lm_head = Float8Linear(raw_model.lm_head)
+    raw_model = train_gpt2.make_gpt(config).to(config.device)
+    if config.usual_forward:
+        raw_model.__class__ = UsualGPT
     if config.plain_attention:
         for block in raw_model.transformer.h:
             block.attn.__class__ = PlainAttention  # keeps its weights

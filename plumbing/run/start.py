@@ -115,7 +115,7 @@ def begin(
         if start.ended:
             world.run_on_master(report_finished, start, model_class)
         with layout.explained():
-            yield start._replace(config=config, typed=typed, layout=layout, lock=lock)
+            yield start._replace(config=config, layout=layout, lock=lock)
 
 
 def choose_layout(config: Any, world: World) -> Whole:
