@@ -238,8 +238,8 @@ class Local(torch.optim.AdamW):
         super().step()
         for group in self.param_groups:
             for p in group["params"]:
-                rows = p.to_local() if hasattr(p, "to_local") else p * (1 + dist.get_rank())
-                self.state[p]["square"] = rows.detach().square()
+                rows = p.to_local() if hasattr(p, "to_local") else p * (-1) ** dist.get_rank()
+                self.state[p]["kept"] = rows.detach().clone()
 """
 
 
