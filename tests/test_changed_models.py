@@ -3,6 +3,7 @@
 import itertools
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 import sample
 import torch
 import train_gpt2
+from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
-from plumbing.run import source_code
+from plumbing.run import checks, source_code
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.logs import read_starts
 
@@ -22,6 +24,7 @@ from corpora import make, train_small
 from edits import Changed
 from harness import (
     ROOT,
+    at_steps,
     examples_file,
     four_rows,
     greedy_without_cache,
@@ -37,6 +40,7 @@ from harness import (
     run,
     signalled,
     tiny_flags,
+    tiny_model,
     train,
 )
 
@@ -97,87 +101,76 @@ def test_a_changed_model_lives_the_life_of_a_run(name, changed, data, tmp_path):
     assert "is not the cross-entropy of the logits" not in said
 
 
-@pytest.mark.parametrize("begin", ["branch_from", "init_from"])
-def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(begin, changed, tmp_path):
+def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(changed, tmp_path):
     """As with rotary embeddings: it learns from longer sequences. Its tables of positions are as long."""
     trainer = changed(edits.ROTARY | edits.TABLES)
-    trainer.train("parent")
-    trainer.train(block_size=64, sequence_length=64, max_steps=24, **{begin: tmp_path / "parent"})
-    weights = trainer.saved("out", step=24)["model"]
-    assert torch.equal(weights["transformer.h.1.attn.sines"], torch.arange(64)[:, None].sin())
-    assert torch.equal(weights["transformer.h.1.attn.causal"], torch.ones(64, 64).tril().bool())
-    assert losses(tmp_path / "out", "val")[-1] < losses(tmp_path / "parent", "val")[-1]
+    trainer.train("parent", max_steps=6, checkpoint_every=0)
+    for begin in ("branch_from", "init_from"):
+        trainer.train(begin, block_size=64, sequence_length=64, **{begin: tmp_path / "parent"})
+        weights = trainer.saved(begin)["model"]
+        assert torch.equal(weights["transformer.h.1.attn.sines"], torch.arange(64)[:, None].sin())
+        assert torch.equal(weights["transformer.h.1.attn.causal"], torch.ones(64, 64).tril().bool())
+        assert losses(tmp_path / begin, "val")[-1] < losses(tmp_path / "parent", "val")[-1]
 
 
 FEW_STEPS = dict(max_steps=2, checkpoint_every=1, val_every=0)
 
 
-@pytest.fixture
-def unfinished(request, changed, out):
-    """The folder of a run of the edited model that the test's parameter names, with its first checkpoint alone."""
-    changed(edits.EDITS[request.param], name="other.py").train(**FEW_STEPS)
+UNTIED = "lm_head.weight and transformer.wte.weight differ, but are one tensor here"
+UNFIT = [  # (an edit, the flag with which this version takes its run, the error)
+    ("untied", "out_dir", UNTIED),
+    ("untied", "init_from", UNTIED),
+    ("a third group", "out_dir", "instead of transformer.wte.weight in group 0 of AdamW"),
+    ("a field and dropout", "out_dir", "dropout was 0, now 'unknown', window was None, now 'unknown'"),
+    ("a field and dropout", "init_from", "has dropout, window, but GPTConfig has no such field"),
+]
+
+
+@pytest.mark.parametrize("name, flag, reason", UNFIT)
+def test_what_another_version_has_saved_and_does_not_fit_is_refused(name, flag, reason, changed, data, out, tmp_path):
+    changed(edits.EDITS[name], name="other.py").train(**FEW_STEPS)
     (out / "model_00002.pt").unlink()
-    return out
-
-
-UNFIT = {  # {edit: the error where this version continues its run}
-    "untied": "lm_head.weight and transformer.wte.weight differ, but are one tensor here",
-    "a third group": "instead of transformer.wte.weight in group 0 of AdamW",
-    "a field and dropout": "dropout was 0, now 'unknown', window was None, now 'unknown'",
-}
-
-
-@pytest.mark.parametrize("unfinished, reason", UNFIT.items(), indirect=["unfinished"], ids=UNFIT)
-def test_a_checkpoint_of_another_version_that_does_not_fit_is_refused(unfinished, reason, data):
-    before = listing(unfinished)
-    refused_run(FEW_STEPS | dict(data=data, out_dir=unfinished), reason)
-    assert listing(unfinished) == before
-
-
-FIRST_WEIGHTS = {
-    "untied": UNFIT["untied"],
-    "a field and dropout": "has dropout, window, but GPTConfig has no such field",
-}
-
-
-@pytest.mark.parametrize("unfinished, reason", FIRST_WEIGHTS.items(), indirect=["unfinished"], ids=FIRST_WEIGHTS)
-def test_weights_of_another_version_that_do_not_fit_are_refused(unfinished, reason, data, tmp_path):
-    refused_run(FEW_STEPS | dict(data=data, out_dir=tmp_path / "new", init_from=unfinished), reason)
+    before = listing(out)
+    refused_run(FEW_STEPS | dict(data=data, out_dir=tmp_path / "new") | {flag: out}, reason)
+    assert listing(out) == before
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
-def test_a_run_that_continues_with_other_code_names_both(unfinished, data, tmp_path):
-    said = train(data, unfinished, **FEW_STEPS)
-    assert "was trained by other code (train_gpt2.py, other.py)" in " ".join(said.split())
-    copy = load_checkpoint(unfinished / "model_00001.pt")["code"]["other.py"]
-    assert copy in said
-    assert (unfinished / copy).read_bytes() == (tmp_path / "other.py").read_bytes()
+@pytest.fixture(scope="module")
+def other(folder):
+    """A trainer of other code, other.py, and what it has printed of its run "finished"."""
+    trainer = Changed(folder.parent, folder, edits.EDITS["relu squared"], name="other.py")
+    return trainer, trainer.train("finished", **FEW_STEPS)
 
 
-@pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
+def test_a_run_that_goes_on_with_other_code_names_both_and_is_not_exported(other, data, out):
+    """Neither when it is finished, nor when it continues."""
+    trainer, _ = other
+    shutil.copytree(trainer.folder / "finished", out)
+    copy = trainer.saved("finished", step=1)["code"]["other.py"]
+    for step in (2, 1):
+        said = train(data, out, **FEW_STEPS)
+        assert "was trained by other code (train_gpt2.py, other.py)" in " ".join(said.split())
+        assert copy in said
+        if step == 2:
+            assert f"Its model is in {out / 'model_00002.pt'}" in said
+            (out / "model_00002.pt").unlink()
+    assert (out / copy).read_bytes() == trainer.path.read_bytes()
+
+
 @pytest.mark.parametrize("max_steps", [0, 1])
-def test_weights_that_are_trained_further_may_be_those_of_other_code(max_steps, unfinished, data, tmp_path):
+def test_weights_that_are_trained_further_may_be_those_of_other_code(max_steps, other, data, out):
     """But losses of a model are those of its code."""
-    said = train(data, tmp_path / "new", init_from=unfinished, max_steps=max_steps)
+    said = train(data, out, init_from=other[0].folder / "finished", max_steps=max_steps)
     assert ("was trained by other code" in said) == (max_steps == 0)
 
 
-@pytest.mark.parametrize("unfinished", ["relu squared"], indirect=True)
-def test_samples_of_a_model_of_other_code_need_that_code(unfinished, tmp_path):
-    words = ["abcd", "-m", unfinished, "--max-new-tokens", 3]
-    assert "Add --code other.py" in refused(sample.main, *words)
-    assert refusal_of(sample.main, *words, "--code", tmp_path / "other.py")[0] == 0
-
-
-def test_a_finished_run_of_other_code_is_not_exported_as_the_model_of_this_one(changed, data, out):
-    trainer = changed(edits.EDITS["relu squared"], name="train_relu2.py")
-    [command] = printed_commands(trainer.train(max_steps=2))
-    assert Path(command[-1]).samefile(trainer.path) and command[-2] == "--code"
-    said = " ".join(train(data, out, max_steps=2).split())
-    assert "was trained by other code (train_gpt2.py, train_relu2.py)" in said
-    assert "Its model is in" in said
-    assert not (out / "hf").exists()
+def test_samples_of_a_model_of_other_code_need_that_code(other):
+    """Which the command at the end of its run has."""
+    trainer, said = other
+    assert "Add --code other.py" in refused(sample.main, "abcd", "-m", trainer.folder / "finished")
+    [command] = printed_commands(said)
+    assert refusal_of(sample.main, *command[2:])[0] == 0
 
 
 MODULES = {
@@ -206,42 +199,37 @@ def with_modules(changed, tmp_path, monkeypatch):
     return trainer
 
 
-def test_modules_beside_the_file_are_kept_with_its_code(with_modules, out, tmp_path):
-    """Also those that they import."""
+def test_the_code_of_a_run_includes_the_modules_beside_its_file(with_modules, out, tmp_path):
+    """Also those that they import. Each is kept, and a change of any is noticed and named."""
     code = with_modules.saved("out", step=2)["code"]
     assert list(code) == ["train_gpt2.py", *MODULES]
     for name, copy in code.items():
         assert (out / copy).read_bytes() == (tmp_path / name).read_bytes()
     assert read_starts(out / "run.txt")[-1]["code"] == " ".join(code.values())
-
-
-@pytest.mark.parametrize("names", [[], ["my_layers/functions.py"], ["train_gpt2.py", "my_layers/functions.py"]])
-def test_a_change_of_any_byte_of_the_code_is_noticed(names, with_modules, out, tmp_path):
-    """It is named by its file."""
-    (out / "model_00002.pt").unlink()
-    for name in names:
-        with open(tmp_path / name, "a") as file:
-            file.write("# a word\n")
-    said = with_modules.train(**FEW_STEPS)
-    assert ("was trained by other code" in said) == bool(names)
-    assert ", ".join(names) in said
+    for names in ([], ["train_gpt2.py", "my_layers/functions.py"]):
+        (out / "model_00002.pt").unlink()
+        for name in names:
+            with open(tmp_path / name, "a") as file:
+                file.write("# a word\n")
+        said = with_modules.train(**FEW_STEPS)
+        assert ("was trained by other code" in said) == bool(names)
+        assert ", ".join(names) in said
 
 
 @pytest.mark.parametrize(
-    "name, reason",
+    "name, text, reason",
     [
-        ("it.pyc", "does not name a Python file"),
-        ("leaves.py", "ends the program"),
-        ("no.py", "does not name a Python file"),
-        ("plain.py", "has no load_model"),
+        ("it.pyc", "", "does not name a Python file"),
+        ("leaves.py", "import sys\nsys.exit(0)\n", "ends the program"),
+        ("plain.py", "", "has no load_model"),
     ],
 )
-def test_a_line_says_why_a_file_is_no_code_of_a_model(name, reason, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("it.pyc").write_bytes((ROOT / "train_gpt2.py").read_bytes())
-    Path("leaves.py").write_text("import sys\nsys.exit(0)\n")
-    Path("plain.py").write_text("")
-    assert f"--code {name} {reason}" in refused(sample.main, "abc", "--code", name)
+def test_a_line_says_why_a_file_is_no_code_of_a_model(name, text, reason, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    assert f"--code {path} {reason}" in refused(sample.main, "abc", "--code", path)
+    path.unlink()
+    assert "does not name a Python file" in refused(sample.main, "abc", "--code", path)
 
 
 @pytest.fixture
@@ -260,70 +248,52 @@ def run_script(path, folder, args):
     runpy.run_path(str(path), run_name="__main__")
 
 
-def test_a_module_of_the_same_name_from_elsewhere_is_named_in_training(with_activation, tmp_path):
+def test_a_run_has_the_code_that_was_imported(with_activation, out, tmp_path):
+    """A module of the same name from elsewhere is named. The file is as it was when the flags were read, and not as it
+    is seconds later, when torch is imported.
+    """
+    before = with_activation.path.read_bytes()
     [said] = run(run_script, with_activation.path, tmp_path / "other", with_activation.flags("out", max_steps=1))
     other = tmp_path / "other" / "my_activation.py"
     assert f"my_activation is the module in {other}, and not the one beside train_my.py" in said
-
-
-def test_the_code_of_a_run_is_the_file_as_it_was_when_the_flags_were_read(with_activation, out, tmp_path):
-    """And not as it is seconds later, when torch is imported."""
-    before = with_activation.path.read_bytes()
-    run(run_script, with_activation.path, tmp_path / "exp", with_activation.flags("out", max_steps=1))
     [copy] = out.glob("train_my-*.py")
     assert copy.read_bytes() == before != with_activation.path.read_bytes()
 
 
-def train_as_code(path, args):
-    source_code.import_trainer(str(path)).main(args)
-
-
-def sample_behind(folder, words):
-    """Sample, as with this folder in PYTHONPATH."""
-    sys.path.insert(0, str(folder))
-    sample.main(words)
-
-
-def test_with_code_a_module_beside_the_trainer_is_the_one_that_runs(with_activation, out, tmp_path):
-    run(train_as_code, with_activation.path, with_activation.flags("out", max_steps=1))
-    words = [
-        "abc",
-        "-m",
-        str(out),
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "8",
-        "--code",
-        str(with_activation.path),
-    ]
-    assert run(sample_behind, tmp_path / "other", words) == run(sample_behind, tmp_path / "exp", words)
+def test_with_code_a_module_beside_the_trainer_is_the_one_that_runs(with_activation, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    trainer = source_code.import_trainer(str(with_activation.path))
+    beside = sys.modules.pop("my_activation")
+    assert trainer.my_activation is beside
+    assert Path(beside.__file__).parent == tmp_path / "exp"
 
 
 @pytest.fixture
-def examined(data, tmp_path):
-    """The flags of a short run whose model is examined, on HellaSwag as well."""
-    examples = examples_file(tmp_path, ["abc" * n for n in (1, 7)])
-    return dict(block_size=128, max_steps=1, hellaswag_every=1, hellaswag_data=examples)
+def examined(tmp_path, monkeypatch, capsys):
+    """examined(edit): what is said of a new model with this edit before its first step."""
+    monkeypatch.syspath_prepend(tmp_path)  # and the path is restored
+
+    def examine(edit):
+        trainer = source_code.import_trainer(str(edits.write_trainer(tmp_path / "edited.py", edit)))
+        model = trainer.GPT(trainer.GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=128, vocab_size=320))
+        checks.examine(model, 257, 128, torch.randint(97, 113, (8, 16)))
+        return "".join(capsys.readouterr())
+
+    return examine
 
 
 @pytest.mark.parametrize("name", edits.NOTES)
-def test_what_a_changed_model_cannot_keep_is_said(name, changed, examined):
+def test_what_a_changed_model_cannot_keep_is_said(name, examined):
     edit, words = edits.NOTES[name]
-    assert words in changed(edit).train(**examined)
+    assert words in examined(edit)
 
 
-def test_nothing_of_this_is_said_of_gpt2(data, out, examined):
-    said = train(data, out, **examined)
-    for _, words in edits.NOTES.values():
-        assert words not in said
-    assert "depend on the other rows" not in said
-    assert "there are gradients" not in said
+def test_nothing_is_said_of_gpt2(examined):
+    assert examined({}) == ""
 
 
-def test_random_numbers_in_evaluation_are_said_in_one_line(changed, examined):
-    said = changed({edits.GELU: f"{edits.GELU} * (1 + 0.1 * torch.randn(()))"}).train(**examined)
-    [line] = [line for line in said.splitlines() if line.startswith(("note: The model", "warning: ", "note: With"))]
+def test_random_numbers_in_evaluation_are_said_in_one_line(examined):
+    [line] = examined({edits.GELU: f"{edits.GELU} * (1 + 0.1 * torch.randn(()))"}).splitlines()
     assert "draws random numbers in evaluation" in line
 
 
@@ -349,15 +319,6 @@ def test_a_parameter_that_no_rank_uses_is_named(changed, out):
     assert not out.exists()
 
 
-whole_configure = train_gpt2.configure_optimizers
-
-
-def two_with_one_parameter(model, config):
-    """Two optimizers that both have the position embeddings."""
-    wpe = [("transformer.wpe.weight", model.transformer.wpe.weight)]
-    return [*whole_configure(model, config), torch.optim.SGD(wpe, lr=config.max_lr)]
-
-
 def without_positions(model, config):
     """An optimizer of all parameters but the position embeddings."""
     rest = [(name, p) for name, p in model.named_parameters() if name != "transformer.wpe.weight"]
@@ -369,22 +330,21 @@ def with_frozen_positions(model, config):
     return without_positions(model, config)
 
 
-def test_a_parameter_in_two_optimizers_is_refused(data, out):
-    with patched(train_gpt2, "configure_optimizers", two_with_one_parameter):
-        refused_run(dict(data=data, out_dir=out), "Two optimizers have the parameter transformer.wpe.weight")
+def test_a_parameter_in_two_optimizers_is_refused():
+    model = tiny_model()
+    optimizers = [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.transformer.wpe.parameters())]
+    with pytest.raises(UserError, match="Two optimizers have the parameter transformer.wpe.weight"):
+        checks.check_groups(model, optimizers)
 
 
-def test_a_parameter_in_no_optimizer_is_named(data, out):
-    with patched(train_gpt2, "configure_optimizers", without_positions):
-        said = train(data, out, max_steps=1)
-    assert "No optimizer has transformer.wpe.weight" in said
-
-
-def test_a_parameter_in_no_optimizer_does_not_count_in_the_gradient_norm(data, tmp_path):
-    """As if it were frozen."""
+def test_a_parameter_in_no_optimizer_is_named_and_trained_as_if_it_were_frozen(data, tmp_path):
+    """Its gradient has no part in the norm."""
+    said = {}
     for configure in (without_positions, with_frozen_positions):
+        name = configure.__name__
         with patched(train_gpt2, "configure_optimizers", configure):
-            train(data, tmp_path / configure.__name__)
+            said[name] = train(data, tmp_path / name, max_steps=2, val_every=0)
+    assert "No optimizer has transformer.wpe.weight" in said["without_positions"]
     assert log_lines(tmp_path / "without_positions") == log_lines(tmp_path / "with_frozen_positions")
 
 
@@ -472,24 +432,20 @@ def test_two_ranks_average_the_weights(changed, out):
 
 
 @pytest.fixture
-def killed(changed, tmp_path):
-    """A trainer that averages the weights, and its run "killed" that was killed in step 6, after that checkpoint."""
+def killed(changed, out):
+    """A trainer that averages the weights; its run was killed in step 6, after the checkpoint of step 4."""
     trainer = changed(AVERAGE)
-    trainer.kill("killed")
-    (tmp_path / "killed" / ".lock").unlink()  # a killed process leaves the file, without the lock
+    trainer.kill("out")
+    (out / ".lock").unlink()  # a killed process leaves the file, without the lock
     return trainer
 
 
-def test_an_average_of_the_weights_survives_a_kill(averaged, killed, tmp_path):
-    said = killed.train("killed")
-    assert killed.log("killed") == log_lines(averaged)
-    assert "before the run was" not in said
-
-
-def test_a_run_whose_checkpoint_has_an_average_does_not_continue_with_code_that_has_none(killed, data, tmp_path):
-    before = listing(tmp_path / "killed")
-    refused_run(dict(data=data, out_dir=tmp_path / "killed"), "cannot continue with", "ema")
-    assert listing(tmp_path / "killed") == before
+def test_an_average_of_the_weights_survives_a_kill_and_needs_code_that_has_it(averaged, killed, data, out):
+    before = listing(out)
+    refused_run(dict(data=data, out_dir=out), "cannot continue with", "ema")
+    assert listing(out) == before
+    assert "before the run was" not in killed.train()
+    assert killed.log("out") == log_lines(averaged)
 
 
 def test_a_branch_continues_the_average_of_its_parents_weights(averaged, changed):
@@ -535,76 +491,63 @@ def test_what_is_done_again_is_compared_with_what_it_was(name, interrupt, change
     assert trainer.log("out")[: len(before)] != before
 
 
-def before_update(line):
-    return {edits.STEPS: f"    {line}\n{edits.STEPS}"}
+SCALARS = 'scalars |= {"rank": 0.1 + world.rank, "int": 16_777_217, "large": 1e300}'
 
 
-@pytest.mark.parametrize(
-    "value, text", [("0.1 + world.rank", "0.1"), ("16_777_217", "16777217"), ("1e300", "1e+300")]
-)
-def test_a_number_put_into_scalars_is_logged_as_rank_0_has_it(value, text, changed, out):
-    changed(before_update(f'scalars["mine"] = {value}')).train(ranks=2, max_steps=2)
-    assert set(read_log(out, "mine").values()) == {text}
-
-
-def after_update(line):
-    return {edits.AFTER_UPDATE: f"{edits.AFTER_UPDATE}    {line}\n"}
-
-
-def test_a_number_may_be_taken_after_the_update(changed, out):
-    trainer = changed(after_update('scalars["wte/after"] = parts.raw_model.lm_head.weight.norm(dtype=torch.float64)'))
-    trainer.train()
-    weight = trainer.saved("out")["model"]["lm_head.weight"]
-    assert losses(out, "wte/after")[-1] == pytest.approx(weight.double().norm().item(), rel=1e-8)
+def test_numbers_put_into_scalars_are_logged_as_rank_0_has_them(changed, out):
+    changed({edits.STEPS: f"    {SCALARS}\n{edits.STEPS}"}).train(ranks=2, max_steps=2)
+    for name, text in (("rank", "0.1"), ("int", "16777217"), ("large", "1e+300")):
+        assert list(read_log(out, name).values()) == [text] * 2
 
 
 @pytest.mark.parametrize("name", ["train", "val/docs", "val bpb", ""])
-def test_a_name_that_a_number_cannot_have_is_refused(name, changed):
-    assert f"{name!r} cannot be the name of a scalar" in changed(after_update(f"scalars[{name!r}] = 1")).error()
+def test_a_name_that_a_number_cannot_have_is_refused(name, data, out):
+    with at_steps(after=lambda step, parts, done: done.scalars.update({name: 1})):
+        refused_run(dict(data=data, out_dir=out), f"{name!r} cannot be the name of a scalar")
 
 
-@pytest.fixture
-def with_tokenizers(changed, tmp_path):
+@pytest.fixture(scope="module")
+def with_tokenizers(folder):
     """A trainer, a run of it on bytes in "first", and shards of a BPE tokenizer in "other", where it trains now."""
-    trainer = changed(edits.EDITS["untied"])
-    trainer.train("first")
-    tokenizers.write_encoding(train_small("gpt2"), tmp_path / "small.tiktoken")
-    (tmp_path / "text.txt").write_text("abcdefghijklmnop the ponds " * 400)
-    make(tmp_path, tmp_path / "text.txt", name="other", tokenizer=str(tmp_path / "small.tiktoken"))
-    trainer.data = tmp_path / "other"
+    trainer = Changed(folder.parent, folder, edits.EDITS["untied"], name="untied.py")
+    trainer.train("first", max_steps=1)
+    path = folder.parent / "small.tiktoken"
+    tokenizers.write_encoding(train_small("gpt2"), path)
+    text = folder.parent / "text.txt"
+    text.write_text("abcdefghijklmnop the ponds " * 400)
+    trainer.data = make(folder.parent, text, name="other", tokenizer=str(path))
     return trainer
 
 
-def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(with_tokenizers, tmp_path):
+def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(with_tokenizers):
     """Their rows are taken over, whatever their ids; a token that is new begins with the mean."""
-    still = dict(init_from=tmp_path / "first", max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
+    folder = with_tokenizers.folder
+    still = dict(init_from=folder / "first", max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
     said = with_tokenizers.train("second", **still)
     assert "Of the 1,000 tokens of small-gpt2, 257 are also in bytes" in said
-    assert (
-        source_code.import_trainer(str(with_tokenizers.path)).load_model(str(tmp_path / "second"))[1].n_vocab == 1000
-    )
-    first = with_tokenizers.saved("first")["model"]["lm_head.weight"]
-    rows = with_tokenizers.saved("second", step=1)["model"]["lm_head.weight"]
-    assert len(rows) == 1024
+    trainer = source_code.import_trainer(str(with_tokenizers.path))
+    model, enc = trainer.load_model(str(folder / "second"))
+    assert model.lm_head.weight.shape == (1024, 32)
+    first = with_tokenizers.saved("first", step=1)["model"]["lm_head.weight"]
     old_rows = {bytes([i]): first[i] for i in range(256)} | {b"<|endoftext|>": first[256]}
-    enc = train_small("gpt2")
     for i in range(1000):
         expected = old_rows.get(enc.decode_single_token_bytes(i), first.mean(0))
-        torch.testing.assert_close(rows[i], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(model.lm_head.weight[i], expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [dict(branch_from="first", max_steps=24), dict(init_from="first", max_steps=0)])
-def test_a_branch_and_an_evaluation_need_the_models_tokenizer(options, with_tokenizers, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    error = with_tokenizers.error("third", vocab_size=1024, **options)
-    assert "have tokenizer small-gpt2, but the model uses bytes" in error
+@pytest.mark.parametrize("flag, max_steps", [("branch_from", 24), ("init_from", 0)])
+def test_a_branch_and_an_evaluation_need_the_models_tokenizer(flag, max_steps, with_tokenizers):
+    options = {flag: with_tokenizers.folder / "first", "max_steps": max_steps, "vocab_size": 1024}
+    assert "have tokenizer small-gpt2, but the model uses bytes" in with_tokenizers.error("third", **options)
 
 
-def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed(changed):
+def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed_or_branched(changed, tmp_path):
     """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
     trainer = changed(edits.PLATEAU)
     trainer.check_resume(trainer.kill)
-    for out in ("whole", "resumed"):
+    trainer.train("branch", branch_from=tmp_path / "whole" / "model_00008.pt")
+    assert trainer.log("branch") == trainer.log("whole")
+    for out in ("whole", "resumed", "branch"):
         assert trainer.saved(out)["own"]["plateau"]["last_epoch"] == 3, "of the evaluations of steps 0, 4 and 8"
 
 
@@ -616,10 +559,3 @@ def test_an_evaluation_in_which_a_run_is_stopped_counts_once(changed):
     assert "Stopped after 8 steps" in trainer.train("resumed", **options)
     trainer.train("resumed", **options)
     assert trainer.log("resumed") == trainer.log("whole")
-
-
-def test_an_evaluation_that_counts_counts_once_in_a_branch(changed, tmp_path):
-    trainer = changed(edits.PLATEAU)
-    trainer.train("whole")
-    trainer.train("branch", branch_from=tmp_path / "whole" / "model_00008.pt")
-    assert trainer.log("branch") == trainer.log("whole")
