@@ -46,75 +46,37 @@ from harness import (
 )
 
 
-@pytest.fixture(params=[False, True], ids=["all targets", "masked targets"])
-def validated(request, out, tmp_path):
-    """(the folder of a run whose best weights are the initial ones, x and y of its validation)."""
-    masks = request.param
-    lengths = (2000, 3000, 1700, 900)
-    folder = make_shards(tmp_path / "more", lengths, masks=masks)
-    path = folder / "tiny_val_000000.npy"
-    tokens = np.load(path)
+def test_bits_per_byte_are_those_of_the_targets_text(out, tmp_path):
+    """A byte each, <|endoftext|> none, and what a mask leaves out is no target."""
+    folder = make_shards(tmp_path / "data", masks=True)
+    tokens = np.load(folder / "tiny_val_000000.npy")
     tokens[100:600:10] = 256  # more documents
-    np.save(path, tokens)
-    export_huggingface(tiny_model(vocab_size=257), tokenizers.get_encoding("bytes"), tmp_path / "start")
-    options = dict(max_steps=1, max_lr=100.0, shuffle=False)
-    options |= dict(val_tokens=37 * 16, val_every=1, keep_best=True)
-    batch_size = 5 if masks else 64  # neither divides 37
-    options["batch_size"] = batch_size
-    options["total_batch_size"] = 16 * batch_size
-    train(folder, out, init_from=tmp_path / "start", **options)
-    x, y = windows(folder, "val", 16, masks)
-    return out, x[:37], y[:37]
-
-
-def mean_loss(logits, y):
-    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE_INDEX)
-    return loss.item()
-
-
-@pytest.mark.gpt2
-def test_validation_is_the_mean_over_its_targets_whatever_the_batch_size(validated):
-    """Of 37 windows of the validation split, compared with one batch of 37 rows."""
-    out_dir, x, y = validated
-    best = torch.load(out_dir / "model_best.pt", weights_only=True)
-    model, _ = train_gpt2.load_model(out_dir / "model_best.pt")
-    with torch.no_grad():
-        expected = mean_loss(model(x)[0], y)
-    assert losses(out_dir, "val")[0] == pytest.approx(expected, abs=1e-5)
-    assert best["val_loss"] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.gpt2
-def test_bits_per_byte_are_those_of_the_targets_text(validated):
-    """A byte each, <|endoftext|> none."""
-    out_dir, _, y = validated
-    targets = y[y != IGNORE_INDEX]
+    np.save(folder / "tiny_val_000000.npy", tokens)
+    train(folder, out, max_steps=1, shuffle=False, val_tokens=37 * 16)
+    _, y = windows(folder, "val", 16, masks=True)
+    targets = y[:37][y[:37] != IGNORE_INDEX]
     num_bytes = (targets < 256).sum().item()
     assert num_bytes < len(targets)
-    nats = losses(out_dir, "val")[0] * len(targets)
-    assert losses(out_dir, "val_bpb")[0] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+    nats = losses(out, "val") * len(targets)
+    assert losses(out, "val_bpb") == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
 
 
 @pytest.mark.gpt2
-def test_an_evaluation_has_as_many_ids_as_the_weights(data, tmp_path):
+def test_an_evaluation_has_as_many_ids_as_the_weights(trained, folder, out):
     """257 in the export of a run that trained with 320; compared with transformers."""
-    train(data, tmp_path / "run")
-    hf = tmp_path / "run" / "hf"
-    options = dict(max_steps=0, shuffle=False, val_tokens=40 * 16)
-    train(data, tmp_path / "eval", init_from=hf, **options)
-    x, y = windows(data, "val", 16, False)
+    train(folder, out, init_from=trained / "hf", max_steps=0, shuffle=False, val_tokens=40 * 16)
+    x, y = windows(folder, "val", 16, masks=False)
     with torch.no_grad():
-        theirs = GPT2LMHeadModel.from_pretrained(hf)
-        expected = mean_loss(theirs(x[:40]).logits, y[:40])
-    assert losses(tmp_path / "eval", "val")[0] == pytest.approx(expected, abs=1e-5)
+        logits = GPT2LMHeadModel.from_pretrained(trained / "hf")(x[:40]).logits
+    assert losses(out, "val")[0] == pytest.approx(F.cross_entropy(logits.mT, y[:40]).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("stream", ["val", "val_bpb"])
-def test_more_validation_tokens_than_the_split_has_count_each_window_once(stream, data, tmp_path):
+def test_more_validation_tokens_than_the_split_has_count_each_window_once(data, tmp_path):
     """It has 124 windows of 16; 50 more would be some of them again."""
-    for name, num_windows in (("all", 124), ("more", 174)):
-        train(data, tmp_path / name, val_tokens=num_windows * 16, max_steps=1)
-    assert read_log(tmp_path / "more", stream) == read_log(tmp_path / "all", stream)
+    for num_windows in (124, 174):
+        train(data, tmp_path / f"{num_windows}", val_tokens=num_windows * 16, max_steps=1)
+    for stream in ("val", "val_bpb"):
+        assert read_log(tmp_path / "124", stream) == read_log(tmp_path / "174", stream)
 
 
 @pytest.fixture
@@ -175,24 +137,19 @@ def evaluate(folder, trained, tmp_path, monkeypatch):
     return main
 
 
-def test_an_evaluation_has_the_losses_samples_and_scores_of_the_runs_last_step(evaluate, tmp_path):
-    evaluate()
-    out, found = tmp_path / "log", tmp_path / "log" / "eval"
-    for stream in ("val", "val_bpb", "hella"):
-        assert list(read_log(found, stream).values()) == [read_log(out, stream)[12]]
-    assert samples(found)[0] == samples(out)[12]
-
-
-def test_an_evaluation_writes_no_weights_and_nothing_into_the_run(evaluate, trained, tmp_path):
+def test_an_evaluation_has_the_losses_samples_and_scores_of_the_runs_last_step(evaluate, trained, tmp_path):
+    """It writes no weights, and nothing into the run."""
     evaluate(keep_best=True)
     found = tmp_path / "log" / "eval"
-    files = {path.suffix for path in found.iterdir() if path.name != ".lock"}
-    assert files == {".py", ".txt"}
+    for stream in ("val", "val_bpb", "hella"):
+        assert list(read_log(found, stream).values()) == [read_log(trained, stream)[12]]
+    assert samples(found)[0] == samples(trained)[12]
+    assert {path.suffix for path in found.iterdir() if path.name != ".lock"} == {".py", ".txt"}
     shutil.rmtree(found)
     assert listing(tmp_path / "log") == listing(trained)
 
 
-@pytest.mark.parametrize("lengths", [(2000, 3000), (2000, 50), (2000,)], ids=["enough", "few", "none"])
+@pytest.mark.parametrize("lengths", [(2000, 50), (2000,)], ids=["few", "none"])
 def test_an_evaluation_in_a_folder_that_was_typed_needs_no_training_data(lengths, evaluate, tmp_path):
     evaluate(data=make_shards(tmp_path / "data", lengths), out_dir="mine")
     assert [path.parent for path in Path("mine").rglob("log.txt")] == [Path("mine")]
@@ -238,39 +195,40 @@ def test_a_folder_without_a_share_and_without_targets_leaves_the_mean_alone(data
     assert read_log(out, "val") == read_log(out, "val/data")
 
 
-def test_a_dry_run_writes_nothing(data, out):
-    before = listing(data.parent)
-    train(data, out, dry_run=True)
-    assert listing(data.parent) == before
-
-
-def test_a_dry_run_prints_the_account_of_the_run_and_then_its_command(data, out):
+def test_a_dry_run_prints_the_account_of_the_run_and_then_its_command_and_writes_nothing(data, out):
     """3 does not divide a step's 8 sequences, and validation has at most all of its split's."""
+    before = listing(data.parent)
     args = tiny_flags(data, out, val_tokens=10**6, batch_size=3)
     _, printed, _ = refusal_of(train_gpt2.main, *args, "--dry_run=TRUE", "--dry-run=true")
     assert "\nvalidation: 1,984 of 1,984 tokens, drawn from all of them" in printed
     assert "\nstep:       128 tokens = B 2 * T 16 *" in printed
     assert printed_commands(printed)[-1][2:] == args
+    assert listing(data.parent) == before
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (tiny_flags("none", "new/log"), "\nassumed:    a tokenizer of at most 50,304 ids, and enough data\n"),
-        # 2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)
-        (tiny_flags("none", "new/log"), "model:      1,636,224 parameters"),
-        (tiny_flags("none", "new/log"), "\ndata:       none yet in none; the run reads 1,536 tokens\n"),
-        # bytes, which are made where the preset's own folder is missing
-        (["--preset", "quickstart", "--out-dir", "new"], "a tokenizer of at most 320 ids"),
-    ],
-)
-def test_a_dry_run_without_data_says_what_it_assumes(words, said, tmp_path, monkeypatch):
+WITHOUT_DATA = [
+    # 2 * 12,704 in the blocks, 64 in ln_f, 32 * (50,304 + 32)
+    (
+        tiny_flags("none", "new/log"),
+        "model:      1,636,224 parameters",
+        "\ndata:       none yet in none; the run reads 1,536 tokens\n",
+        "\nassumed:    a tokenizer of at most 50,304 ids, and enough data\n",
+    ),
+    # bytes, which are made where the preset's own folder is missing
+    (["--preset", "quickstart", "--out-dir", "new"], "a tokenizer of at most 320 ids"),
+]
+
+
+@pytest.mark.parametrize("typed", WITHOUT_DATA)
+def test_a_dry_run_without_data_says_what_it_assumes(typed, tmp_path, monkeypatch):
     """Before 27 GB are fetched: neither shards nor GPT-2's tables are there."""
     monkeypatch.setattr(tokenizers, "get_encoding", lambda name: pytest.fail("it may have to be downloaded"))
     monkeypatch.chdir(tmp_path)
+    words, *said = typed
     status, printed, _ = refusal_of(train_gpt2.main, *words, "--dry-run")
     assert status == 0
-    assert said in printed
+    for text in said:
+        assert text in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -292,21 +250,18 @@ def test_evaluation_leaves_the_training_losses_alone_bit_for_bit(evaluated, fold
     assert read_log(out, "val") == {}
 
 
-@pytest.mark.parametrize(
-    "stream, steps", [("val", [*range(13)]), ("hella", [0, 5, 10, 12])], ids=["validation", "HellaSwag"]
-)
-def test_an_evaluation_is_at_each_step_that_is_due_and_after_the_last_update(stream, steps, evaluated):
-    assert list(read_log(evaluated, stream)) == steps
+def test_an_evaluation_is_at_each_step_that_is_due_and_after_the_last_update(evaluated):
+    assert list(read_log(evaluated, "val")) == [*range(13)]
+    assert list(read_log(evaluated, "hella")) == [0, 5, 10, 12]
 
 
-@pytest.mark.parametrize("phase, is_training", [("step", True), ("evaluation", False)])
-def test_dropout_is_on_in_training_alone(phase, is_training, data, out):
+def test_dropout_is_on_in_training_alone(data, out):
     """In the passes through the model while it is trained and validated in turn."""
-    modes = {}
+    modes = {"setup": set(), "step": set(), "evaluation": set()}
     now = "setup"
 
     def forward(self, x):
-        modes.setdefault(now, set()).add(self.training)
+        modes[now].add(self.training)
         return plain(self, x)
 
     def begin(step, parts):
@@ -315,55 +270,45 @@ def test_dropout_is_on_in_training_alone(phase, is_training, data, out):
 
     def end(step, parts, done):
         nonlocal now
-        now = "evaluation" if step < 2 else "export"
+        now = "evaluation"
 
     with patched(train_gpt2.MLP, "forward", forward) as plain, at_steps(begin, end):
         train(data, out, max_steps=3, val_every=1)
-    assert modes[phase] == {is_training}
-
-
-@pytest.fixture(scope="module")
-def scores(folder):
-    """The scores of 13 of 14 examples on one rank, and those flags of the run."""
-    contexts = ["ab " * n + "c" for n in range(1, 15)]
-    file = examples_file(folder.parent, contexts, [*LABELS, 1])
-    options = dict(max_steps=6, val_every=0, checkpoint_every=0)
-    options |= dict(hellaswag_every=6, hellaswag_data=file, hellaswag_limit=13)
-    train(folder, folder.parent / "one", **options)
-    model, enc = train_gpt2.load_model(str(folder.parent / "one"))
-    examples = hellaswag.load_examples(file, enc)[:13]
-    return hellaswag.score(model, examples, enc.n_vocab), options
+    assert modes["step"] == {True}
+    assert modes["evaluation"] == {False}
 
 
 LABELS = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3, 0]  # whichever ending a rule prefers, its count is its own
 
 
-def test_hellaswags_score_is_acc_norm_over_all_ranks(scores, folder, out):
-    """The first 13 of 14 examples on 2 ranks score as on one: as acc_norm, not acc, of the exported model."""
-    (total, mean, _), options = scores
-    is_right = mean.argmax(1) == LABELS
-    acc_norm = is_right.mean()
-    acc = (total.argmax(1) == LABELS).mean()
-    assert acc_norm not in (acc, is_right[0::2].mean(), is_right[1::2].mean()), "each rank's own"
+def test_hellaswags_score_is_acc_norm_over_all_ranks(folder, out, tmp_path):
+    """Of the first 13 of 14 examples: acc_norm, not acc, of the saved model."""
+    file = examples_file(tmp_path, ["ab " * n + "c" for n in range(1, 15)], [*LABELS, 1])
+    options = dict(max_steps=6, val_every=0, hellaswag_every=6, hellaswag_data=file, hellaswag_limit=13)
     run(train_gpt2.main, tiny_flags(folder, out, **options), ranks=2)
-    for each in (folder.parent / "one", out):
-        assert float(read_log(each, "hella")[6]) == pytest.approx(acc_norm)
+    model, enc = train_gpt2.load_model(str(out))
+    sums, means, _ = hellaswag.score(model, hellaswag.load_examples(file, enc)[:13], enc.n_vocab)
+    is_right = means.argmax(1) == LABELS
+    acc_norm = is_right.mean()
+    acc = (sums.argmax(1) == LABELS).mean()
+    assert acc_norm not in (acc, is_right[0::2].mean(), is_right[1::2].mean()), "each rank's own"
+    assert float(read_log(out, "hella")[6]) == pytest.approx(acc_norm)
 
 
-def test_the_padding_of_the_vocabulary_has_no_part_in_hellaswags_score(data, out, tmp_path):
-    """Of a run's model whose 63 ids of padding have by far the largest logits."""
-    model = tiny_model()
-    with torch.no_grad():
-        model.transformer.wte.weight[257:] *= 30
-    train(data, tmp_path / "run", max_steps=1)
-    weights = model.state_dict()
-    change_checkpoint(tmp_path / "run" / "model_00001.pt", lambda content: content.update(model=weights))
+def test_the_padding_of_the_vocabulary_has_no_part_in_hellaswags_score(trained, folder, out, tmp_path):
+    """Of a model whose 63 ids of padding have by far the largest logits."""
+    path = shutil.copy(trained / "model_00012.pt", tmp_path)
+    change_checkpoint(path, lambda content: content["model"]["lm_head.weight"][257:].normal_(std=9))
     file = examples_file(tmp_path, ["ab " * n for n in range(1, 7)], [2, 1, 0, 2, 1, 0])
-    train(data, out, init_from=tmp_path / "run", max_steps=0, hellaswag_every=1, hellaswag_data=file)
-    examples = hellaswag.load_examples(file, tokenizers.get_encoding("bytes"))
-    means = four_rows(model, examples) / [len(ending) for ending in examples[0].endings]
-    right = means.argmax(1) == [2, 1, 0, 2, 1, 0]
+    train(folder, out, init_from=path, max_steps=0, hellaswag_every=1, hellaswag_data=file)
+    model, enc = train_gpt2.load_model(path)
+    examples = hellaswag.load_examples(file, enc)
+    num_tokens = [len(ending) for ending in examples[0].endings]
+    right, with_padding = [
+        (four_rows(model, examples, n_vocab) / num_tokens).argmax(1) == [2, 1, 0, 2, 1, 0] for n_vocab in (257, 320)
+    ]
     assert float(read_log(out, "hella")[0]) == pytest.approx(right.mean())
+    assert right.mean() != with_padding.mean()
 
 
 def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out, tmp_path):
@@ -372,9 +317,8 @@ def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out, tmp_pa
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
     change_meta(data, tokenizer="bytes+chat")
     export_huggingface(model, tokenizers.get_encoding("bytes+chat"), tmp_path / "model")
-    shape = dict(n_layer=1, block_size=256, vocab_size=320)
-    options = dict(max_steps=0, sample_every=1, sample_prompt="Hi")
-    train(data, out, init_from=tmp_path / "model", **shape, **options)
+    options = dict(n_layer=1, block_size=256, max_steps=0, sample_every=1, sample_prompt="Hi")
+    train(data, out, init_from=tmp_path / "model", **options)
     assert samples(out) == {0: ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4}
 
 
@@ -395,8 +339,7 @@ def test_samples_are_of_the_50_likeliest_ids(data, out, tmp_path):
         model.transformer.ln_f.bias[0] = 1.0
         model.transformer.wte.weight[:, 0] = -torch.arange(257) / 1000
     export_huggingface(model, tokenizers.get_encoding("bytes"), tmp_path / "model")
-    options = dict(max_steps=0, sample_every=1, sample_prompt="x")
-    train(data, out, init_from=tmp_path / "model", **options)
+    train(data, out, init_from=tmp_path / "model", max_steps=0, sample_every=1, sample_prompt="x")
     text = "".join(samples(out)[0])
     ids = text.replace("x", "").encode()
     assert max(ids) < 50
