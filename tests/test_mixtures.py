@@ -87,28 +87,15 @@ def mixture(folders, weights, shuffle=True):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, folders):
     """Half of 168 windows are of the second folder, which has 56: its first epoch and half of its next one."""
-    chats = rows_in(folders[1])
+    docs, chats = rows_in(folders[0]), rows_in(folders[1])
     found = rows_read(mixture(folders, (1, 1, 0), shuffle=shuffle), 28)
     of_chats = [row for row in found if row in chats]
-    of_docs = [row for row in found if row not in chats]
+    of_docs = [row for row in found if row in docs]
     epoch = of_chats[:56]
     assert sorted(epoch) == sorted(chats)
     assert (epoch == chats) == (not shuffle)
     assert len(of_chats[56:]) == len(set(of_chats[56:])) == 28
     assert len(of_docs) == len(set(of_docs)) == 84
-
-
-def test_the_targets_of_a_folder_with_masks_are_masked_in_a_mixture(folders):
-    found = rows_read(mixture(folders, (1, 1, 0)), 28)
-    masked = {row for row in found if IGNORE_INDEX in row[1]}
-    assert masked
-    assert masked <= set(rows_in(folders[1]))
-
-
-def test_a_folder_whose_share_is_0_is_not_read(folders):
-    """The first: each sequence is one of the second folder, or of the third."""
-    found = rows_read(mixture(folders, (0, 1, 3)), 20)
-    assert set(found) <= {*rows_in(folders[1]), *rows_in(folders[2])}
 
 
 def test_folders_of_one_size_are_read_in_different_orders(tmp_path):
@@ -131,13 +118,7 @@ def test_without_weights_every_window_of_all_folders_is_read_once_per_epoch(fold
 
 
 WEIGHTS = (0.5, 0.3, 0.2)
-OPTIONS = dict(
-    max_steps=12,
-    checkpoint_every=4,
-    keep_checkpoints=9,
-    val_every=6,
-    data_weights=WEIGHTS,
-)
+OPTIONS = dict(max_steps=12, checkpoint_every=4, keep_checkpoints=9, val_every=6, data_weights=WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -157,16 +138,14 @@ def test_a_dry_run_says_how_often_each_folder_is_read(folders, tmp_path):
 
 
 def test_a_run_on_a_mixture_ends_after_a_kill_as_if_never_interrupted(folders, whole, out):
-    args = tiny_flags(folders, out, **OPTIONS)
-    run(killed_at, 7, 4, args, ends=[KILLED])
-    run(train_gpt2.main, args)
+    run(killed_at, 7, 4, tiny_flags(folders, out, **OPTIONS), ends=[KILLED])
+    train(folders, out, **OPTIONS)
     assert_same_run(out, whole)
 
 
-def test_two_ranks_train_on_a_mixture_as_one(folders, whole, tmp_path):
-    args = tiny_flags(folders, tmp_path, batch_size=2, **OPTIONS)
-    run(train_gpt2.main, args, ranks=2)
-    assert losses(tmp_path) == pytest.approx(losses(whole), abs=1e-5)
+def test_two_ranks_train_on_a_mixture_as_one(folders, whole, out):
+    run(train_gpt2.main, tiny_flags(folders, out, batch_size=2, **OPTIONS), ranks=2)
+    assert losses(out) == pytest.approx(losses(whole), abs=1e-5)
 
 
 def assert_is_mean(out_dir, stream, weights):
@@ -183,13 +162,9 @@ def test_the_loss_of_a_mixture_is_the_mean_by_its_shares(stream, whole):
 
 
 def test_the_loss_of_folders_without_shares_is_the_mean_by_their_training_windows(folders, tmp_path):
-    """Of 187 + 106, 56 and 24 windows."""
-    train(folders, tmp_path, val_every=1, max_steps=1)
-    assert_is_mean(tmp_path, "val", (293, 56, 24))
-
-
-def test_the_console_shows_the_loss_of_each_folder(folders, tmp_path):
+    """Of 187 + 106, 56 and 24 windows. The console shows each folder's."""
     said = train(folders, tmp_path, val_every=1, max_steps=1)
+    assert_is_mean(tmp_path, "val", (293, 56, 24))
     shown = [f"{name} {losses(tmp_path, f'val/{name}')[1]:.4f}" for name in ("docs", "chats", "code")]
     assert f"step     1 | val loss {losses(tmp_path, 'val')[1]:.4f} | {', '.join(shown)}\n" in said
 
@@ -203,18 +178,10 @@ def test_the_loss_of_folders_in_an_evaluation_is_the_mean_by_their_validation_wi
 def test_the_loss_of_a_step_is_the_mean_over_the_targets_that_masks_leave(folders, whole, tmp_path):
     """In micro-batches of different numbers of targets, some of which are of the folder with masks."""
     shares = (1, 1, 0)
-    options = dict(
-        seed=5,
-        data_weights=shares,
-        init_from=whole,
-        batch_size=2,
-        max_steps=1,
-    )
-    train(folders, tmp_path, **options)
+    train(folders, tmp_path, seed=5, data_weights=shares, init_from=whole, batch_size=2, max_steps=1)
     x, y = mixture(folders, shares).next_batch(8)
     model, _ = train_gpt2.load_model(str(whole))
-    with torch.no_grad():
-        logits, _ = model(x)
+    logits, _ = model(x)
     expected = F.cross_entropy(logits.mT, y, ignore_index=IGNORE_INDEX)
     assert losses(tmp_path)[0] == pytest.approx(expected.item(), abs=1e-5)
 
@@ -225,73 +192,50 @@ def test_the_loss_of_a_folder_in_a_mixture_is_its_loss_alone(folders, whole, tmp
 
 
 def test_a_branch_on_other_folders_ends_after_a_kill_as_if_never_interrupted(folders, whole, tmp_path):
-    changes = dict(
-        data_weights=(0, 1),
-        branch_from=whole / "model_00008.pt",
-        checkpoint_every=2,
-    )
+    changes = dict(data_weights=(0, 1), branch_from=whole / "model_00008.pt", checkpoint_every=2)
     options = OPTIONS | changes
     train(folders[:2], tmp_path / "branch", **options)
-    args = tiny_flags(folders[:2], tmp_path / "again", **options)
-    run(killed_at, 11, 10, args, ends=[KILLED])
-    run(train_gpt2.main, args)
+    run(killed_at, 11, 10, tiny_flags(folders[:2], tmp_path / "again", **options), ends=[KILLED])
+    train(folders[:2], tmp_path / "again", **options)
     assert log_lines(tmp_path / "again") == log_lines(tmp_path / "branch")
 
 
-@pytest.fixture
-def refuse(out):
-    """A function: these folders are refused with these words."""
-
-    def refuse_data(*folders, words, **changes):
-        refused_run(dict(data=folders, out_dir=out) | changes, words)
-
-    return refuse_data
-
-
 @pytest.mark.parametrize("again", ["docs", "docs/", "chats/../docs", "link"])
-def test_a_folder_that_is_named_twice_is_refused(again, folders, refuse, tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(folders[0].parent, root)
+def test_a_folder_that_is_named_twice_is_refused(again, folders, out, tmp_path):
+    root = shutil.copytree(folders[0].parent, tmp_path / "root")
     (root / "link").symlink_to(root / "docs")
-    refuse(root / "docs", root / "chats", f"{root}/{again}", words="names a folder twice")
+    data = (root / "docs", root / "chats", f"{root}/{again}")
+    refused_run(dict(data=data, out_dir=out), "names a folder twice")
 
 
 @pytest.fixture
-def docs(folders):
-    return folders[0]
+def two(folders, tmp_path):
+    """A folder, and a copy of another one, to be changed."""
+    return folders[0], shutil.copytree(folders[2], tmp_path / "other")
 
 
-@pytest.fixture
-def other(folders, tmp_path):
-    """A copy of a folder, to be changed."""
-    return shutil.copytree(folders[2], tmp_path / "other")
-
-
-def test_folders_of_other_tokenizers_are_refused(docs, other, refuse):
+def test_folders_of_other_tokenizers_are_refused(two, out):
+    docs, other = two
     change_meta(other, tokenizer="bytes+chat")
     words = f"The shards in {other} have tokenizer bytes+chat, but those in {docs} have bytes."
-    refuse(docs, other, words=words)
+    refused_run(dict(data=two, out_dir=out), words)
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_a_folder_without_a_validation_split_is_refused(share, docs, other, refuse):
-    (other / "tiny_val_000000.npy").unlink()
-    words = f"There are no val shards in {other}"
-    refuse(docs, other, words=words, data_weights=(1, share))
+def test_a_folder_without_a_validation_split_is_refused(share, two, out):
+    (two[1] / "tiny_val_000000.npy").unlink()
+    refused_run(dict(data=two, out_dir=out, data_weights=(1, share)), f"There are no val shards in {two[1]}")
 
 
-def test_a_folder_without_a_training_split_may_have_a_share_of_0(docs, other, out):
-    (other / "tiny_train_000001.npy").unlink()
-    change_meta(other, shards={"tiny_val_000000.npy": 800})
-    train((docs, other), out, data_weights=(1, 0), max_steps=1)
+def test_a_folder_without_a_training_split_may_have_a_share_of_0(two, out):
+    (two[1] / "tiny_train_000001.npy").unlink()
+    change_meta(two[1], shards={"tiny_val_000000.npy": 800})
+    train(two, out, data_weights=(1, 0), max_steps=1)
     assert losses(out, "val/other").all()
 
 
-def test_folders_with_one_name_have_different_streams():
+def test_folders_have_different_streams():
     assert stream_names(["a/code", "b/code", "docs"]) == ["a-code", "b-code", "docs"]
-
-
-def test_folders_whose_names_no_stream_can_have_have_different_streams():
     assert stream_names(["/x/my texts", "\u00e9", "\u00fc"]) == ["my_texts", "_.2", "_.3"]
 
 
