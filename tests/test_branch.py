@@ -24,10 +24,10 @@ from harness import (
     killed_at,
     listing,
     log_lines,
+    losses,
     make_shards,
     patched,
     printed_commands,
-    read_log,
     refusal_of,
     refused,
     refused_run,
@@ -93,8 +93,9 @@ def test_a_checkpoint_alone_is_branched_on_data_that_were_moved(folder, parent, 
     copy = shutil.copy(parent / "model_00008.pt", tmp_path)
     moved = shutil.copytree(folder, tmp_path / "moved")
     train(moved, out, branch_from=copy, **OPTIONS)
-    rest = [line for line in log_lines(parent) if int(line.split()[0]) >= 8]
-    assert log_lines(out) == rest
+    lines = log_lines(out)
+    assert lines == log_lines(parent)[-len(lines) :]
+    assert lines[0].startswith("8 ")
 
 
 def die_in_the_first_checkpoint(args):
@@ -163,24 +164,25 @@ FRESH = {
 }
 
 
-def settings_of_branch(changes, folder, parent):
-    """The settings of a branch of the parent with these changes; the working folder has other data."""
-    make_shards("other", seed=1)
-    return OPTIONS | dict(data=folder, branch_from=parent / "model_00008.pt", max_steps=16) | changes
-
-
-def killed_in(name, args):
-    """Train, and be killed in this function of the trainer, when the first checkpoint is there."""
+def killed_before_the_first_step(args):
+    """Train, and be killed when the first checkpoint is there."""
     wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 8)
-    with die_at(train_gpt2, name, lambda *args: True, wait):
+    with die_at(train_gpt2, "train_step", lambda *args: True, wait):
         train_gpt2.main(args)
 
 
 @pytest.mark.parametrize("name", FRESH)
-def test_a_branch_says_which_state_it_starts_without(name, folder, parent, tmp_path, monkeypatch):
+def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stopped(
+    name, folder, parent, tmp_path, monkeypatch
+):
+    """Also where it is stopped before its first step, and continued by its folder alone, then by the command that it
+    prints.
+    """
     changes, notes, steps = FRESH[name]
     monkeypatch.chdir(tmp_path)
-    said = train(out_dir="out", **settings_of_branch(changes, folder, parent))
+    make_shards("other", seed=1)
+    options = OPTIONS | dict(data=folder, branch_from=parent / "model_00008.pt", max_steps=16) | changes
+    said = train(out_dir="out", **options)
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
     assert len(found) == len(notes), found
     for note, line in zip(notes, found):
@@ -188,22 +190,10 @@ def test_a_branch_says_which_state_it_starts_without(name, folder, parent, tmp_p
     assert f"the run reads {128 * steps:,}" in said
     weights = load_checkpoint(parent / "model_00008.pt")
     assert_same_tensors(load_checkpoint("out/model_00008.pt")["model"], weights["model"])
-
-
-@pytest.mark.parametrize("name", FRESH)
-def test_a_branch_ends_as_if_never_stopped(name, folder, parent, tmp_path, monkeypatch):
-    """Also where it is stopped before its first step, and continued by the same command, by its folder alone or by
-    the command that it prints.
-    """
-    monkeypatch.chdir(tmp_path)
-    options = settings_of_branch(FRESH[name][0], folder, parent)
-    train(out_dir="out", **options)
-    command = tiny_flags(out_dir="stopped", **options)
-    run(killed_in, "train_step", command, ends=[KILLED])
-    run(killed_in, "evaluate_val_loss", command, ends=[KILLED])
+    run(killed_before_the_first_step, tiny_flags(out_dir="stopped", **options), ends=[KILLED])
     [said] = run(signalled_in, "evaluate_val_loss", 1, 0, ["--out-dir", "stopped"])
     assert "Stopped after 8 steps." in said
-    run(train_gpt2.main, printed_commands(said)[-1][2:])
+    assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
     assert_same_run("stopped", "out")
 
 
@@ -215,32 +205,13 @@ def unfinished(parent, tmp_path):
     return out
 
 
-def with_other_validation(folder, copy):
-    other = make_shards(copy.parent / "other", seed=1)
-    shutil.copytree(folder, copy)
-    shutil.copy(other / "tiny_val_000000.npy", copy)
-
-
-def with_masks(folder, copy):
-    shutil.copytree(folder, copy)
+def test_a_run_does_not_continue_with_masks_that_were_not_there(folder, unfinished, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "data")
     for path in copy.glob("*.npy"):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, np.ones(len(np.load(path)), np.uint8))
-
-
-@pytest.mark.parametrize(
-    "make, kind",
-    [
-        (lambda folder, copy: make_shards(copy, seed=1), "training"),
-        (with_other_validation, "validation"),
-        (with_masks, "training"),
-    ],
-    ids=["other text", "other validation", "masks that were not there"],
-)
-def test_a_run_does_not_continue_with_other_data(make, kind, folder, unfinished, tmp_path):
-    make(folder, tmp_path / "data")
-    said = f"The run in {unfinished} cannot continue with", f"{kind} data", "start a branch"
-    assert_refused(tmp_path / "data", unfinished, *said)
+    said = f"The run in {unfinished} cannot continue with", "training data", "start a branch"
+    assert_refused(copy, unfinished, *said)
 
 
 def test_weights_alone_cannot_be_branched(folder, best, out):
@@ -270,13 +241,6 @@ def test_a_branch_in_its_parents_folder_is_refused(name, resume, folder, parent,
     assert_refused(folder, out, "--branch-from", "--out-dir", **options)
 
 
-def test_a_folder_with_another_run_is_not_taken_for_the_branch(folder, parent, tmp_path):
-    """A run from scratch with the same settings: it would be resumed instead."""
-    out = shutil.copytree(parent, tmp_path / "out")
-    step_4 = parent / "model_00004.pt"
-    assert_refused(folder, out, f"{out} has a finished run", "branch_from was", "--no-resume", branch_from=step_4)
-
-
 @pytest.fixture
 def branch(parent, folder, out):
     """The folder of a branch at step 4."""
@@ -285,10 +249,8 @@ def branch(parent, folder, out):
 
 
 def test_a_branch_at_another_step_is_not_taken_for_the_branch(parent, folder, branch):
-    step_8 = parent / "model_00008.pt"
-    assert_refused(
-        folder, branch, f"{branch} has a finished run", "branch_from was", "--no-resume", branch_from=step_8
-    )
+    said = f"{branch} has a finished run", "branch_from was", "--no-resume"
+    assert_refused(folder, branch, *said, branch_from=parent / "model_00008.pt")
 
 
 def test_a_branch_is_continued_without_its_flag(branch, folder):
@@ -303,12 +265,11 @@ def muon_parent(folder):
 
 @pytest.mark.parametrize("name, value", [("max_lr", 1e-2), ("weight_decay", 0.5), ("muon_lr", 0.1)])
 def test_a_setting_that_a_branch_changes_counts_from_its_first_update_on(name, value, muon_parent, folder, out):
-    """Before it, the log is the parent's."""
+    """Step 9 is the first one whose loss shows it."""
     changes = {name: value, "optimizer": "muon", "max_steps": 10}
     train(folder, out, branch_from=muon_parent / "model_00008.pt", **OPTIONS | changes)
-    ours, theirs = read_log(out), read_log(muon_parent)
-    for step in range(9):
-        assert ours[step] == theirs[step]
+    ours, theirs = losses(out), losses(muon_parent)
+    assert (ours[:9] == theirs[:9]).all()
     assert ours[9] != theirs[9]
 
 
@@ -320,16 +281,12 @@ def test_run_txt_says_what_a_branch_changes(parent, folder, out):
     assert branched(out) == {"parent": str(parent), "step": 8, "changed": changed}
 
 
-def test_a_branch_changes_nothing_in_its_parents_folder(parent, folder, out):
-    before = listing(parent)
-    train(folder, out, branch_from=parent, **OPTIONS | {"max_steps": 13})
-    assert listing(parent) == before
-
-
-def test_a_branch_may_have_another_batch_size(parent, folder, out):
+def test_a_branch_may_have_another_batch_size_and_changes_nothing_in_its_parents_folder(parent, folder, out):
     """Steps of 8 windows, then of 16."""
+    before = listing(parent)
     train(folder, out, branch_from=parent / "model_00008.pt", total_batch_size=256, **OPTIONS)
     assert newest_checkpoint(out)["loader"]["position"] == 8 * 8 + 4 * 16
+    assert listing(parent) == before
 
 
 def test_a_branch_may_have_another_dtype(parent, folder, out):
@@ -355,22 +312,12 @@ def test_a_finished_run_is_extended_by_its_name_and_a_number_of_steps(constant, 
     assert_same_run(out, tmp_path / "long")
 
 
-@pytest.fixture
-def said_of_settings(parent, out):
-    """What a branch of a preset says, in one line."""
-    branch = ["--branch-from", parent, "--out-dir", out, "--max-steps", 13]
-    status, said, _ = refusal_of(train_gpt2.main, *branch, "--device", "cpu", "--preset", "speedrun")
-    assert status == 0
-    return " ".join(said.split())
-
-
-def test_a_branch_says_that_it_keeps_no_presets_settings(said_of_settings):
-    assert "A branch keeps its parent's settings, not those of --preset speedrun." in said_of_settings
-
-
-def test_a_branch_says_which_settings_are_its_parents(said_of_settings, parent, folder):
-    assert f"Settings inherited from {parent}: data {folder}, " in said_of_settings
-    assert " block_size 32, " in said_of_settings
+def test_a_branch_says_which_settings_are_its_parents_and_not_the_presets(parent, folder, out):
+    words = flags(branch_from=parent, out_dir=out, max_steps=13, device="cpu", preset="speedrun")
+    said = " ".join(refusal_of(train_gpt2.main, *words)[1].split())
+    assert "A branch keeps its parent's settings, not those of --preset speedrun." in said
+    assert f"Settings inherited from {parent}: data {folder}, " in said
+    assert " block_size 32, " in said
 
 
 @pytest.mark.parametrize(
@@ -484,17 +431,13 @@ def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_ever
     assert steps_of(at_step_8) == kept
 
 
-def test_a_checkpoint_that_the_run_did_not_write_stays(folder, at_step_8):
+def test_a_run_that_was_killed_keeps_what_it_did_not_write_and_its_last_validation_loss(folder, at_step_8):
+    """Step 7's, as the next one is step 14's."""
     shutil.copy(at_step_8 / "model_00006.pt", at_step_8 / "model_00003.pt")
     train(folder, at_step_8, keep_checkpoints=1, **MILESTONES)
     assert 3 in steps_of(at_step_8)
-
-
-def test_a_checkpoint_has_the_last_validation_loss_though_it_is_from_before_the_run_was_killed(folder, at_step_8):
-    """Step 7's, as the next one is step 14's."""
-    train(folder, at_step_8, **MILESTONES)
     loss = load_checkpoint(at_step_8 / "model_00012.pt")["val_loss"]
-    assert loss == pytest.approx(float(read_log(at_step_8, "val")[7]), abs=1e-6)
+    assert loss == pytest.approx(losses(at_step_8, "val")[1], abs=1e-6)
 
 
 def train_on_node(node, args):
