@@ -71,45 +71,29 @@ def test_a_run_leaves_its_checkpoints_texts_code_and_model(scripted):
 
 
 @pytest.mark.gpt2
-def test_transformers_computes_what_the_last_checkpoint_does(scripted):
-    from transformers import GPT2LMHeadModel
+def test_transformers_has_the_last_checkpoints_model_and_its_tokenizer(scripted):
+    """Which it would train without dropout, as the run did."""
+    from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    model, enc = train_gpt2.load_model(str(scripted))
-    hf = GPT2LMHeadModel.from_pretrained(scripted / "hf").eval()
-    idx = torch.tensor([enc.encode_ordinary("abcdefgh")])
-    with torch.no_grad():
-        torch.testing.assert_close(model(idx)[0][..., :257], hf(idx).logits, atol=1e-4, rtol=0)
-    assert hf.generation_config.eos_token_id == [256]
-    assert hf.generation_config.pad_token_id == 256
-
-
-@pytest.mark.gpt2
-def test_transformers_trains_the_model_without_dropout_as_the_run_did(scripted):
-    from transformers import GPT2LMHeadModel
-
+    model, _ = train_gpt2.load_model(str(scripted))
     hf = GPT2LMHeadModel.from_pretrained(scripted / "hf").train()
-    idx = torch.arange(8)[None]
-    with torch.no_grad():
-        assert torch.equal(hf(idx).logits, hf(idx).logits)
-
-
-@pytest.mark.gpt2
-def test_transformers_encodes_as_the_run_did(scripted):
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(scripted / "hf")
+    enc = AutoTokenizer.from_pretrained(scripted / "hf")
     text = "to be, or n\u00f6t \U0001f600"
-    assert theirs(text)["input_ids"] == list(text.encode())
-    assert theirs.model_max_length == 32
-    assert theirs.chat_template is None
+    ids = enc(text)["input_ids"]
+    assert ids == list(text.encode())
+    with torch.no_grad():
+        expected, _ = model(torch.tensor([ids]))
+        torch.testing.assert_close(hf(torch.tensor([ids])).logits, expected[..., :257], atol=1e-4, rtol=0)
+    assert (enc.model_max_length, enc.chat_template) == (32, None)
+    ends = hf.generation_config
+    assert (ends.eos_token_id, ends.pad_token_id) == ([256], 256)
 
 
 @pytest.fixture(scope="module")
 def trained(folder):
     """The folder of a run that has learned something."""
     out = folder.parent / "trained"
-    shape = dict(vocab_size=384, block_size=64)
-    train(folder, out, max_steps=20, val_every=20, max_lr=2e-2, checkpoint_every=0, **shape)
+    train(folder, out, max_steps=20, val_every=20, max_lr=2e-2, checkpoint_every=0, vocab_size=384, block_size=64)
     first, last = losses(out, "val")
     assert last < first - 1
     return out
@@ -127,19 +111,16 @@ def test_a_run_starts_from_the_weights_of_another(name, limit, trained, folder, 
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize("block_size, vocab_size", [(80, 448), (16, 320)])
-def test_surplus_positions_and_ids_are_dropped_and_new_ones_made_of_the_others(
-    block_size, vocab_size, trained, folder, out
-):
+@pytest.mark.parametrize("positions, ids", [(80, 448), (16, 320)])
+def test_surplus_positions_and_ids_are_dropped_and_new_ones_made_of_the_others(positions, ids, trained, folder, out):
     """New positions are the first ones once more, and new ids the mean of the others."""
-    shape = dict(block_size=block_size, vocab_size=vocab_size)
-    train(folder, out, init_from=trained, max_steps=1, max_lr=1e-12, min_lr=0, val_every=0, **shape)
+    still = dict(max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
+    train(folder, out, init_from=trained, block_size=positions, vocab_size=ids, **still)
     before, after = newest_checkpoint(trained)["model"], newest_checkpoint(out)["model"]
     wpe, wte = before["transformer.wpe.weight"], before["transformer.wte.weight"]
-    positions = torch.cat([wpe, wpe])[:block_size]
-    ids = torch.cat([wte, wte.mean(0).expand(64, -1)])[:vocab_size]
-    torch.testing.assert_close(after["transformer.wpe.weight"], positions, atol=1e-6, rtol=0)
-    torch.testing.assert_close(after["transformer.wte.weight"], ids, atol=1e-6, rtol=0)
+    expected = dict(wpe=torch.cat([wpe, wpe])[:positions], wte=torch.cat([wte, wte.mean(0).expand(64, -1)])[:ids])
+    for name, weight in expected.items():
+        torch.testing.assert_close(after[f"transformer.{name}.weight"], weight, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("block_size, expected", [(32, (32, 32)), (200, (200, 128))])
@@ -154,16 +135,12 @@ def test_fine_tuning_takes_the_block_size_of_the_model(block_size, expected, fol
 
 
 def test_a_run_needs_the_model_that_it_started_from_no_more(folder, out, tmp_path):
+    """Whose folder is the same with a slash behind it."""
     first = tmp_path / "first"
     train(folder, first, max_steps=1)
     train(folder, out, init_from=first, max_steps=1)
     first.rename(tmp_path / "gone")
-    assert "is finished" in train(folder, out, init_from=first, max_steps=1)
-
-
-def test_a_folder_with_a_slash_behind_it_is_the_same_folder(trained, folder, out):
-    train(folder, out, init_from=trained, max_steps=1)
-    assert "is finished" in train(folder, out, init_from=f"{trained}/", max_steps=1)
+    assert "is finished" in train(folder, out, init_from=f"{first}/", max_steps=1)
 
 
 def test_sequences_that_are_longer_than_the_model_are_refused(trained, folder, out):
@@ -196,13 +173,7 @@ def peers(tmp_path, monkeypatch):
     torch.save(nanogpt, tmp_path / "ckpt.pt")
     config = GPTConfig()
     vars(config).update(shape)
-    build_nanogpt = {
-        "model": weights,
-        "config": config,
-        "step": 5,
-        "val_loss": 3.0,
-    }
-    torch.save(build_nanogpt, tmp_path / "model_00005.pt")
+    torch.save({"model": weights, "config": config, "step": 5, "val_loss": 3.0}, tmp_path / "model_00005.pt")
     return tmp_path, weights
 
 
@@ -211,14 +182,13 @@ def peers(tmp_path, monkeypatch):
 def test_a_peers_checkpoint_is_read(name, peers, capsys):
     """nanoGPT's has no biases, which is the same as biases of 0, and another GELU."""
     folder, expected = peers
-    if name == "ckpt.pt":
-        for key in expected:
-            if key.endswith("bias"):
-                expected[key] = torch.zeros_like(expected[key])
+    is_nanogpts = name == "ckpt.pt"
+    for key, weight in expected.items():
+        if is_nanogpts and key.endswith("bias"):
+            weight.zero_()
     model, enc = train_gpt2.load_model(str(folder / name))
-    assert ("nanoGPT computes GELU exactly" in capsys.readouterr().out) == (name == "ckpt.pt")
-    assert enc.name == "gpt2"
-    assert model.config.n_head == 2
+    assert ("nanoGPT computes GELU exactly" in capsys.readouterr().out) == is_nanogpts
+    assert (enc.name, model.config.n_head) == ("gpt2", 2)
     assert_same_tensors(dict(model.state_dict()), dict(expected))
 
 
@@ -288,18 +258,15 @@ def test_the_newest_run_in_a_folder_of_runs_is_named(tmp_path):
 def test_numbers_of_numpy_in_a_checkpoint_are_read(dtype, peers):
     """A fork of nanoGPT keeps its best loss so. What a file holds beside its model does not matter here."""
     path = peers[0] / "ckpt.pt"
-    number = np.dtype(dtype).type(1)
-    change_checkpoint(path, lambda content: content.update(best_val_loss=number))
+    change_checkpoint(path, lambda content: content.update(best_val_loss=np.dtype(dtype).type(1)))
     assert train_gpt2.load_model(str(path))[0].config.n_layer == 2
 
 
-def test_an_array_of_objects_in_a_checkpoint_is_refused(peers):
+def test_an_array_of_objects_in_a_checkpoint_is_refused(peers, tmp_path):
     path = peers[0] / "ckpt.pt"
-    touched = peers[0] / "touched"
-    objects = np.array([Touch(touched)])
-    change_checkpoint(path, lambda content: content.update(x=objects))
+    change_checkpoint(path, lambda content: content.update(x=np.array([Touch(tmp_path / "touched")])))
     assert "perhaps code, which is never run" in refused(sample.main, "abc", "-m", path)
-    assert not touched.exists()
+    assert not (tmp_path / "touched").exists()
 
 
 @pytest.fixture(scope="module")
@@ -309,42 +276,31 @@ def finished(folder):
     return folder.parent / "finished" / "model_00001.pt"
 
 
-@pytest.fixture
-def said_of_code(finished, folder, out, tmp_path):
-    """A function: what an evaluation says of weights that this code, {name: the name of its copy}, has trained."""
-
-    def train_from(code):
-        path = shutil.copy(finished, tmp_path)
-        change_checkpoint(path, lambda content: content.update(code=code))
-        return train(folder, out, init_from=path, max_steps=0)
-
-    return train_from
-
-
-def test_a_copy_of_the_trainer_under_another_name_is_the_same_code(finished, said_of_code):
-    [copy] = load_checkpoint(finished)["code"].values()
-    assert "other code" not in said_of_code({"train_base.py": copy.replace("train_gpt2", "train_base")})
-
-
-def test_a_changed_copy_of_the_trainer_is_other_code(said_of_code):
-    assert "other code" in said_of_code({"train_gpt2.py": "train_gpt2-01234567.py"})
-
-
-def test_the_names_of_a_checkpoints_code_steer_no_terminal(said_of_code):
-    said = said_of_code({"\x1b[31mtrain.py": "\x9b31mtrain-01234567.py"})
-    assert "\\x1b[31mtrain.py" in said
-    assert "\\x9b31mtrain-01234567.py" in said
-    assert not {"\x1b", "\x9b"} & set(said)
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_copy_of_the_trainer_is_the_same_code_unless_it_is_changed(is_same, finished, folder, out, tmp_path):
+    """Whatever its name."""
+    path = shutil.copy(finished, tmp_path)
+    [copy] = load_checkpoint(path)["code"].values()
+    own = "train_gpt2-01234567.py"
+    code = {"train_base.py": copy.replace("gpt2", "base")} if is_same else {"train_gpt2.py": own}
+    change_checkpoint(path, lambda content: content.update(code=code))
+    said = train(folder, out, init_from=path, max_steps=0)
+    assert ("other code" in said) != is_same
 
 
 def test_what_a_checkpoint_and_a_folder_hold_steers_no_terminal(finished, folder, out, tmp_path):
     path = shutil.copy(finished, tmp_path)
-    change_checkpoint(path, lambda content: content["config"].update(sample_prompt="\x1b[2J", init_from="\x9b2J"))
+
+    def change(content):
+        content["config"].update(sample_prompt="\x1b[2J", init_from="\x9b2J")
+        content["code"] = {"\x1b[31mtrain.py": "\x9b31mtrain-01234567.py"}
+
+    change_checkpoint(path, change)
     said = train(folder, out, branch_from=path, max_steps=2, preset="gpt2")
     (out / "\x1b[31mred-01234567.py").touch()  # the name of a trainer's copy
     said += train(folder, out, max_steps=1, resume=False)
-    assert "sample_prompt \\x1b[2J" in said
-    assert "\\x1b[31mred-01234567.py" in said
+    for text in ("sample_prompt \\x1b[2J", "\\x1b[31mtrain.py", "\\x9b31mtrain-01234567.py", "\\x1b[31mred-01234567"):
+        assert text in said
     assert not {"\x1b", "\x9b"} & set(said)
 
 
@@ -386,9 +342,3 @@ def test_from_python_the_command_is_that_of_the_words_that_were_passed(data, out
     lines = (out / "run.txt").read_text().splitlines()
     [line] = [line for line in lines if line.startswith("command: ")]
     assert shlex.split(line)[1:] == command
-
-
-def test_a_vocabulary_that_is_typed_is_not_padded(trained, folder, out):
-    train(folder, out, max_steps=1, vocab_size=258, init_from=trained)
-    saved = newest_checkpoint(out)
-    assert saved["config"]["vocab_size"] == len(saved["model"]["lm_head.weight"]) == 258
