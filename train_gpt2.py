@@ -619,9 +619,8 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(model, config):
     """The optimizers, with their peak rates: AdamW, or Muon for the blocks' matrices and AdamW for the rest.
 
-    flag: what sets a group's rate, as the account of the run shows it.
-
-    Parameters are passed with their names, so that optimizer state in a checkpoint can be matched by name.
+    Parameters are passed with their names, so that optimizer state in a checkpoint can be matched by name. A group's
+    "flag" is the one that sets its rate: the account of the run shows it.
     """
     optimizers: list[torch.optim.Optimizer] = []
     muon_groups = {}
