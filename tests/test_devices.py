@@ -91,13 +91,17 @@ def no_flash():
 
 
 def no_room(largest_B):
-    """A GPT.forward that has memory for so many rows in training."""
+    """A GPT.forward with memory for the backward pass of so many rows."""
     forward = train_gpt2.GPT.forward
 
+    def fail(grad):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
     def limited(self, idx, *args, **options):
+        logits, loss = forward(self, idx, *args, **options)
         if self.training and len(idx) > largest_B:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return forward(self, idx, *args, **options)
+            loss.register_hook(fail)
+        return logits, loss
 
     return patched(train_gpt2.GPT, "forward", limited)
 
@@ -314,8 +318,14 @@ def test_a_device_that_torch_does_not_find_is_refused(name, machine):
         devices.choose_device(name)
 
 
-@pytest.mark.parametrize("hip", [None, "6.4"])
-def test_amds_float8_is_another_format(hip, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: (9, 4))
+@pytest.mark.parametrize("capability, hip", [((8, 9), None), ((9, 4), "6.4")])
+def test_amds_float8_is_another_format_than_that_of_ada_and_later(capability, hip, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda name: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert devices.has_float8(torch.device("cuda")) == (hip is None)
+
+
+@pytest.mark.parametrize("is_fast, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_bfloat16_on_a_cpu_that_computes_it_fast(is_fast, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
+    assert devices.choose_dtype("auto", torch.device("cpu"), is_wide=True) == dtype
