@@ -20,6 +20,7 @@ from harness import (
     assert_same_run,
     assert_same_tensors,
     die_at,
+    examples_file,
     flags,
     killed_at,
     listing,
@@ -446,11 +447,12 @@ def train_on_node(node, args):
     train_gpt2.main(args)
 
 
-def test_the_parent_need_be_on_the_first_nodes_disk_only(tmp_path):
+def test_parent_and_hellaswag_need_be_on_the_first_nodes_disk_only(tmp_path):
     for node in ("node0", "node1"):
         make_shards(tmp_path / node / "data")
     train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", max_steps=1)
-    args = tiny_flags("data", "out", branch_from="parent", max_steps=2)
+    file = examples_file(tmp_path / "node0", ["A man"]).name
+    args = tiny_flags("data", "out", branch_from="parent", max_steps=2, hellaswag_every=2, hellaswag_data=file)
     run(train_on_node, tmp_path, args, ranks=2)
     assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 2
 

@@ -73,8 +73,8 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
 
     The checkpoint of step 3 is deleted after step 4, or a step later if that of step 4 is still being written.
     """
-    options = dict(checkpoint_every=1, keep_checkpoints=1)
-    branch = f"--branch-from {out / 'model_00004.pt'} --max-lr LOWER"
+    options = dict(checkpoint_every=1, keep_checkpoints=1, optimizer="muon")
+    branch = f"--branch-from {out / 'model_00004.pt'} --muon-lr LOWER --max-lr LOWER"
     with spoiled([5], infinite):
         refused_run(dict(data=data, out_dir=out, **options), "step 5", "gradient norm", ".npy token", branch)
     newest = newest_checkpoint(out)["model"]

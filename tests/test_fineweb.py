@@ -376,7 +376,7 @@ def test_in_a_folder_that_was_renamed_the_names_of_shards_stay(path):
     folder = make_small(path)
     change_meta(folder, complete=False)
     folder.rename("renamed")
-    make_small(path, name="renamed")
+    make_small(path.absolute(), name="renamed")
     assert {file.name[:4] for file in Path("renamed").glob("*.npy")} == {"out_"}
 
 
