@@ -13,6 +13,8 @@ from plumbing.run import wandb_log
 
 from harness import listing, read_log, refused, tiny_flags, train
 
+OPTIONS = dict(wandb="gpt2", max_steps=6, val_every=2, checkpoint_every=2)
+
 
 @pytest.fixture
 def wandb(monkeypatch):
@@ -63,8 +65,8 @@ def log_of(out_dir, first=0):
 
 
 def lose_the_last_steps(out_dir):
-    """Leave a finished run as a crash after step 11 would, whose newest checkpoint is of step 8."""
-    (out_dir / "model_00012.pt").unlink()
+    """Leave a finished run as a crash after step 5 would, whose newest checkpoint is of step 4."""
+    (out_dir / "model_00006.pt").unlink()
     shutil.rmtree(out_dir / "hf", ignore_errors=True)
 
 
@@ -75,12 +77,12 @@ def identity_of(wandb):
 @pytest.fixture
 def out_dir(data, tmp_path, wandb):
     """A finished run that was mirrored."""
-    train(data, tmp_path / "run", wandb="gpt2")
+    train(data, tmp_path / "run", **OPTIONS)
     return tmp_path / "run"
 
 
 def test_the_log_is_mirrored(data, tmp_path, wandb):
-    said = train(data, tmp_path / "run", wandb="gpt2")
+    said = train(data, tmp_path / "run", **OPTIONS)
     assert logged(wandb) == log_of(tmp_path / "run")
     init = wandb.init.call_args.kwargs
     assert init["mode"] == "online" and init["project"] == "gpt2"
@@ -90,27 +92,27 @@ def test_the_log_is_mirrored(data, tmp_path, wandb):
 
 
 def test_a_resumed_run_goes_on_in_the_same_curve(data, out_dir, wandb):
-    """The server has the steps up to 9, the checkpoint is of step 8, and the new process repeats all from there."""
+    """The server has the steps up to 4, the checkpoint is of step 4, and the new process repeats all from there."""
     logged(wandb)
     identity = identity_of(wandb)
     lose_the_last_steps(out_dir)
-    wandb.next_step = 10
-    train(data, out_dir, wandb="gpt2", batch_size=2)
+    wandb.next_step = 5
+    train(data, out_dir, **OPTIONS, batch_size=2)
     again = wandb.init.call_args.kwargs
     assert again["id"] == identity and again["resume"] == "allow" and again["allow_val_change"]
-    assert logged(wandb) == log_of(out_dir, first=10)
+    assert logged(wandb) == log_of(out_dir, first=5)
 
 
 @pytest.mark.parametrize("begun", ["online", "offline"])
 def test_a_run_that_is_resumed_offline_is_the_same_run_with_all_steps(begun, data, tmp_path, wandb):
     """Its upload replaces what the server had."""
     wandb.login.return_value = begun == "online"
-    train(data, tmp_path / "run", wandb="gpt2")
+    train(data, tmp_path / "run", **OPTIONS)
     logged(wandb)
     identity = identity_of(wandb)
     lose_the_last_steps(tmp_path / "run")
     wandb.login.return_value = False
-    said = train(data, tmp_path / "run", wandb="gpt2")
+    said = train(data, tmp_path / "run", **OPTIONS)
     assert wandb.init.call_args.kwargs["mode"] == "offline"
     assert identity_of(wandb) == identity
     assert logged(wandb) == log_of(tmp_path / "run")
@@ -123,13 +125,13 @@ def test_a_run_that_is_resumed_offline_is_the_same_run_with_all_steps(begun, dat
 def test_wandb_mode_is_obeyed(mode, has_login, data, tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", mode)
     wandb.login.return_value = has_login
-    train(data, tmp_path / "run", wandb="gpt2", max_steps=1)
+    train(data, tmp_path / "run", **OPTIONS | dict(max_steps=1))
     assert wandb.init.call_args.kwargs["mode"] == mode
 
 
 def test_a_branch_is_another_run_with_its_parents_curve(data, out_dir, tmp_path, wandb):
     logged(wandb)
-    train(data, tmp_path / "branch", wandb="gpt2", branch_from=out_dir / "model_00008.pt", max_lr=1e-3)
+    train(data, tmp_path / "branch", **OPTIONS, branch_from=out_dir / "model_00004.pt", max_lr=1e-3)
     assert wandb.init.call_args.kwargs["id"] is None
     assert logged(wandb) == log_of(tmp_path / "branch")
 
@@ -137,9 +139,9 @@ def test_a_branch_is_another_run_with_its_parents_curve(data, out_dir, tmp_path,
 @pytest.mark.parametrize("trouble", ["init", "run.log", "run.finish"])
 def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path, wandb):
     wandb.configure_mock(**{f"{trouble}.side_effect": RuntimeError("no more space\nat the server")})
-    out = train(data, tmp_path / "run", wandb="gpt2")
+    out = train(data, tmp_path / "run", **OPTIONS)
     assert out.count("warning: ") == 1 and "failed (RuntimeError: no more space)." in out
-    assert len(read_log(tmp_path / "run")) == 12
+    assert len(read_log(tmp_path / "run")) == 6
 
 
 def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
@@ -163,7 +165,7 @@ def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp
 def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
-    out = train(data, run, wandb="gpt2")
+    out = train(data, run, **OPTIONS)
     assert "warning" not in out
     [folder] = (run / "wandb").glob("offline-run-*")
     [file] = folder.glob("run-*.wandb")
@@ -171,5 +173,5 @@ def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch):
     content = file.read_bytes()
     assert all(stream in content for stream in (b"train", b"val", b"lr", b"max_lr"))
     lose_the_last_steps(run)
-    train(data, run, wandb="gpt2")
+    train(data, run, **OPTIONS)
     assert len(list((run / "wandb").glob(f"offline-run-*/{file.name}"))) == 2, "the same run"
