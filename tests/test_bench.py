@@ -49,41 +49,28 @@ def measure(tmp_path, monkeypatch):
 VARIANTS = ["batch_size=4", "plain_attention=True,usual_forward=True", "compile=False,optimizer=muon"]
 
 
-@pytest.fixture
-def trained(measure, tmp_path):
-    return measure("train", "--variants", *VARIANTS, peer=tmp_path, rounds=3)
-
-
 @pytest.mark.gpt2
-def test_train_is_compared_with_transformers_a_peer_and_variants(trained):
+def test_train_is_compared_with_transformers_a_peer_and_variants(measure, tmp_path):
+    """Its ratio is the median over the rounds, and MFU the share of the measured peak.
+
+    FLOPs by hand, for a token: 2 forward and 4 backward for each weight, and for attention to 16 tokens.
+    """
+    numbers = measure("train", "--variants", *VARIANTS, peer=tmp_path, rounds=3)
     references = ["transformers", "transformers, fused AdamW", "nanoGPT"]
     variants = [f"train_gpt2 {variant}" for variant in VARIANTS]
-    assert list(trained["sides"]) == ["train_gpt2", *references, *variants]
-    assert {"device", "versions", "commit", "command", "options"} <= set(trained)
-
-
-@pytest.mark.gpt2
-def test_the_ratio_of_train_is_the_median_over_the_rounds(trained):
-    ours = trained["sides"]["train_gpt2"]["seconds"]
-    theirs = trained["sides"]["transformers"]["seconds"]
+    assert list(numbers["sides"]) == ["train_gpt2", *references, *variants]
+    assert {"device", "versions", "commit", "command", "options"} <= set(numbers)
+    ours = numbers["sides"]["train_gpt2"]["seconds"]
+    theirs = numbers["sides"]["transformers"]["seconds"]
     assert len(ours) == 3
-    assert trained["tok_per_s"] == pytest.approx(64 / np.median(ours))
-    assert trained["ratio"] == pytest.approx(np.median(np.divide(theirs, ours)))
-
-
-@pytest.mark.gpt2
-def test_variants_that_compute_the_same_have_the_same_loss(trained):
-    losses = trained["losses"]
-    assert list(losses.values()) == pytest.approx([np.log(320)] * 7, abs=0.5), "losses of random ids"
-    for variant in VARIANTS[:2]:  # the same windows: sums of float32 in another order
-        assert losses[f"train_gpt2 {variant}"] == pytest.approx(losses["train_gpt2"], abs=1e-4)
-
-
-@pytest.mark.gpt2
-def test_mfu_is_the_share_of_the_measured_peak(trained):
-    """FLOPs by hand, for a token: 2 forward and 4 backward for each weight, and for attention to 16 tokens."""
+    assert numbers["tok_per_s"] == pytest.approx(64 / np.median(ours))
+    assert numbers["ratio"] == pytest.approx(np.median(np.divide(theirs, ours)))
     flops = 6 * (12 * 32**2 + 320 * 32 + 2 * 16 * 32)
-    assert trained["mfu"] == pytest.approx(flops * trained["tok_per_s"] / trained["peak"])
+    assert numbers["mfu"] == pytest.approx(flops * numbers["tok_per_s"] / numbers["peak"])
+    losses = numbers["losses"]
+    assert list(losses.values()) == pytest.approx([np.log(320)] * 7, abs=0.5), "losses of random ids"
+    for variant in variants[:2]:  # the same windows: sums of float32 in another order
+        assert losses[variant] == pytest.approx(losses["train_gpt2"], abs=1e-4)
 
 
 @pytest.mark.gpt2
