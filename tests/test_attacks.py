@@ -14,6 +14,7 @@ from plumbing.files import lock_folder
 
 from harness import (
     KILLED,
+    assert_same_run,
     at_steps,
     killed_at,
     listing,
@@ -53,12 +54,6 @@ def resume(folder, **changes):
 def refused_resume(folder, **changes):
     args = tiny_flags(folder / "data", folder / "run", **OPTIONS | changes)
     return refused(train_gpt2.main, *args)
-
-
-def is_straight(out_dir):
-    """Whether a run has come to what a run without an attack comes to."""
-    straight = Path(out_dir).parent / "straight"
-    return all(read_log(out_dir, stream) == read_log(straight, stream) for stream in ("train", "val", "lr", "norm"))
 
 
 @pytest.mark.parametrize("changes", [{}, {"resume": False}, {"seed": 7}])
@@ -129,7 +124,7 @@ def test_damaged_lines_of_a_log_are_counted(folder):
     assert f"{len(odd)} damaged lines" in said
     assert log.read_text(encoding="utf-8").startswith("0 norm inf\n")
     log.write_bytes(log.read_bytes().removeprefix(b"0 norm inf\n"))
-    assert is_straight(folder / "run")
+    assert_same_run(folder / "run", folder / "straight")
 
 
 @needs("mkfifo")
