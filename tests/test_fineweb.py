@@ -13,10 +13,9 @@ from pathlib import Path
 import fineweb
 import numpy as np
 import pytest
-import tiktoken
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.data import downloads, preparation, python_docs, readers, tokenizers
+from plumbing.data import downloads, preparation, python_docs, readers
 from plumbing.files import lock_folder
 
 from corpora import (
@@ -511,15 +510,11 @@ def test_a_disk_that_is_too_small_is_refused_before_the_download():
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
     "--input p.parquet": "Row 1 of p.parquet has no text under 'text'. Its columns are id, a, content & --text-column",
-    "--input empty.jsonl": "contains no text",
-    "--input cut.parquet": "is damaged",
     "--input keys.json": "Its columns are data: {'data': [{'text': 'a'}]} & jq -c '.data[]' FILE > NEW.jsonl",
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a folder",
     # what is wrong with the input is said before what is wrong with the tokenizer
     "--input none*.txt --tokenizer nowhere": "none*.txt & --dataset OWNER/NAME",
-    "--input good.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
     "--input good.jsonl --separator x --shard-size 0": "--separator only & --shard-size is 0",
-    "--input good.jsonl --out-dir foreign": "did not write",
     "--input good.jsonl --out-dir strange": "strange",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 100": "at most 99: there are no more",
@@ -527,7 +522,6 @@ BAD_INPUTS = {
     "--input clone": "clone is a whole data set. If it is a clone, name the files",
     "--input saved": "If save_to_disk wrote it & to_parquet('train.parquet')",
     "good.jsonl --tokenizer bytes": "Use --input good.jsonl.",
-    "": "--dataset python-docs & --input",  # no network
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
     "--input http://host/a.txt": "No file matches http://host/a.txt & curl -LO",
     "--dataset ./good.jsonl": "--input FILES",
@@ -541,12 +535,9 @@ def bad_inputs(tmp_path_factory):
     """A folder with what BAD_INPUTS name."""
     folder = tmp_path_factory.mktemp("bad")
     write_texts(folder / "good.jsonl", TEXTS)
-    parquet = write_parquet(folder / "p.parquet", TEXTS, column="content")
+    write_parquet(folder / "p.parquet", TEXTS, column="content")
     contents = {
-        "empty.jsonl": b"\n",
         "keys.json": b'{"data": [{"text": "a"}]}',
-        "cut.parquet": parquet.read_bytes()[:-20],
-        "foreign/x_train_000001.npy": b"",
         "strange/meta.json": b'{"tokenizer": "bytes"}',
         "clone/README.md": b"---\nlicense: mit\n---\n",
         "clone/test.jsonl": b'{"text": "not this"}',
@@ -555,11 +546,6 @@ def bad_inputs(tmp_path_factory):
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    ranks = {bytes([i]): i for i in range(256)}
-    ranks |= {i.to_bytes(4, "big"): i for i in range(256, 65536)}
-    special = {"<|endoftext|>": 65536}
-    big = tiktoken.Encoding("big", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=special)
-    tokenizers.write_encoding(big, folder / "big.tiktoken")
     return folder
 
 
