@@ -46,8 +46,9 @@ SHORT = flags(
 LENGTH = flags(sequence_length=64, block_size=64)
 SMALL = [*SHORT, *LENGTH, *flags(n_layer=1, n_head=2, n_embd=32, compile=False)]
 MY_TEXTS = [*SMALL, "--data", "my_texts"]
-DOCS = [*SHORT, "--data", "docs"]
-NARROW = [*DOCS, "--n-embd", "32"]
+NARROW = [*SHORT, "--n-embd", "32"]
+DOCS = [*NARROW, "--data", "docs"]
+SAMPLED = ["--sample-every", "2"]
 EVALUATED = flags(
     data="my_texts", sequence_length=64, val_tokens=256, hellaswag_every=0, sample_every=0, device="cpu"
 )
@@ -62,26 +63,26 @@ EXAMPLES = ["--data", "hellaswag.jsonl", "--device", "cpu"]
 JOURNEYS = {
     "a student": {
         "python fineweb.py --input tinyshakespeare.txt": [],
-        "python train_gpt2.py --preset quickstart --data shakespeare": [*SHORT, "--sample-every", "2"],
+        "python train_gpt2.py --preset quickstart --data shakespeare": [*NARROW, *SAMPLED],
         'python sample.py "ROMEO:" -m log/shakespeare --temperature 0.8': FEW,
-        "python train_gpt2.py --preset quickstart": [*DOCS, "--sample-every", "2"],
+        "python train_gpt2.py --preset quickstart": [*DOCS, *SAMPLED],
         'python sample.py "The" -m log/quickstart --temperature 0.7': FEW,
         "python smoltalk.py --input chats.jsonl": [],
         "python train_gpt2.py --preset quickstart --init-from log/quickstart": SHORT,
         "python sample.py --chat -m log/chats": FEW,
     },
     "a researcher": {
-        "python train_gpt2.py --preset quickstart": NARROW,
-        "python train_gpt2.py --preset quickstart --max-steps 200": NARROW,
-        "python train_relu2.py --preset quickstart --max-steps 200": NARROW,
+        "python train_gpt2.py --preset quickstart": DOCS,
+        "python train_gpt2.py --preset quickstart --max-steps 200": DOCS,
+        "python train_relu2.py --preset quickstart --max-steps 200": DOCS,
         'python sample.py "The" -m log/relu2-1 --code train_relu2.py': FEW,
         'python fineweb.py --input "*.py"': [],
-        "python train_gpt2.py --preset quickstart --data python_docs code": [*SHORT, "--n-embd", "32"],
+        "python train_gpt2.py --preset quickstart --data python_docs code": NARROW,
         "python train_gpt2.py --branch-from log/mixture": FOUR_STEPS,
-        "python train_ema.py --preset quickstart": NARROW,
+        "python train_ema.py --preset quickstart": DOCS,
         "average.pt": [],
         'python sample.py "The" -m average.pt --code train_ema.py': FEW,
-        "python train_student.py --preset quickstart --n-layer 2": NARROW,
+        "python train_student.py --preset quickstart --n-layer 2": DOCS,
     },
     "an operator": {
         'python fineweb.py --input "texts/*.parquet" --out-dir my_texts': BYTES,
@@ -96,7 +97,15 @@ JOURNEYS = {
         "python train_gpt2.py --branch-from log --out-dir log/longer": FOUR_STEPS,
         "python train_gpt2.py --out-dir log/constant": MY_TEXTS,
         "python train_gpt2.py --branch-from log/constant/model_10000.pt --out-dir log/decayed": FIRST,
-        "python train_gpt2.py --batch-ramp 300000000": [*DOCS, *LENGTH, "--total-batch-size", "32768", "--dry-run"],
+        "python train_gpt2.py --batch-ramp 300000000": [
+            *SHORT,
+            "--data",
+            "docs",
+            *LENGTH,
+            "--total-batch-size",
+            "32768",
+            "--dry-run",
+        ],
         "python train_gpt2.py --sequence-length 2048": [*MY_TEXTS, "--dry-run"],
     },
 }
@@ -147,23 +156,17 @@ def commands():
 
 
 @pytest.mark.gpt2
-@pytest.mark.parametrize("options", [dict(), dict(ranks=2, shard=True)])
-def test_the_evaluation_of_ones_own_counts_the_targets_alone(options, out, tmp_path):
+def test_the_evaluation_of_ones_own_counts_the_targets_alone(out, tmp_path):
     """Of the 32 windows of a validation, in file order, by the model of the last step."""
     data = make_shards(tmp_path / "masked", masks=True)
     [code] = re.findall(r"^```python\n(    if is_due_now.*?)```", RECIPES, re.DOTALL | re.MULTILINE)
     comment = "    # add your own evaluation here"
-    Changed(tmp_path, data, {comment: code + comment}).train(shuffle=False, **options)
+    Changed(tmp_path, data, {comment: code + comment}).train(shuffle=False, ranks=2, shard=True)
     model, _ = train_gpt2.load_model(str(out))
     x, y = train_gpt2.DataLoaderLite(str(data), "val", 32, 16).next_batch()
     hits = model(x)[0].argmax(-1) == y
     expected = hits.sum() / (y != train_gpt2.IGNORE_INDEX).sum()
     assert float(read_log(out, "accuracy")[12]) == pytest.approx(expected.item(), abs=1e-4)
-
-
-def blocks():
-    """Python's code of the text."""
-    return re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def entry(command):
@@ -252,7 +255,7 @@ def reader(tmp_path, monkeypatch, capsys):
             if name in whole:
                 printed += run_command(whole[name], added)
             else:  # a part of a block of Python
-                (block,) = [block for block in blocks() if name in block]
+                [block] = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if name in block]
                 exec(block.replace("model_00400", "model_00002"), {})
         return printed
 
@@ -341,16 +344,3 @@ torch.manual_seed RANK torchrun MFU no_sync( 50,304 TF32
 def test_the_lectures_words_are_in_the_trainer():
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
     assert [word for word in LECTURE.split() if word not in source] == []
-
-
-def test_code_in_the_readme_is_no_wider_than_github_shows():
-    for fence in re.findall(r"```.*?```", TEXT, re.DOTALL):
-        for line in fence.splitlines():
-            assert len(line) <= 103, line
-
-
-def test_no_paragraph_of_the_readme_is_longer_than_five_lines():
-    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    for paragraph in text.split("\n\n"):
-        if not paragraph.startswith(("|", "- ")):
-            assert len(paragraph.strip().splitlines()) <= 5, paragraph
