@@ -7,6 +7,7 @@ import gc
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot  # noqa: F401
 import pytest  # noqa: F401
 import tokenizers  # noqa: F401
 import torch._dynamo  # noqa: F401
