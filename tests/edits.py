@@ -278,19 +278,6 @@ NOTES = {  # {name: (the edit, a note before the first step)}
 }
 
 
-REFUSED = {  # {the error before the first step: the edit}
-    "['optimizer'][0]['param_groups'][1]['schedule'], which is a function": {
-        BEFORE_GROUPS: "    groups[1]['schedule'] = lambda step: 1.0\n    betas = (config"
-    },
-    "The field options of TrainConfig has the type 'dict'": {
-        WIDTH: WIDTH + "    options: dict = dataclasses.field(default_factory=dict)\n"
-    },
-    "cannot load its own state dict": {
-        MLP_CALL: MLP_CALL + "\n    def get_extra_state(self):\n        return {'version': 2}\n"
-    },
-}
-
-
 LORA = {
     PROJECTION: PROJECTION + "        self.low = nn.Parameter(torch.empty(4, config.n_embd))\n"
     "        nn.init.normal_(self.low)\n        self.up = nn.Parameter(torch.zeros(config.n_embd, 4))\n",
@@ -305,20 +292,14 @@ LORA = {
 }
 
 
-AFTER_UPDATE = "    scaler.update()\n"
-
-
 def recipe(words):
     """The first diff after these words in records/README.md, {text in train_gpt2.py: what takes its place}."""
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
     diff = text.split("```diff\n")[1].split("```")[0]
-    _, *hunks = re.split("^@@.*\n", diff, flags=re.MULTILINE)
     changes = {}
-    for hunk in hunks:
-        lines = hunk.splitlines(keepends=True)
-        before = [line[1:] for line in lines if line[0] != "+"]
-        after = [line[1:] for line in lines if line[0] != "-"]
-        changes["".join(before)] = "".join(after)
+    for hunk in re.split("(?m)^@@.*\n", diff)[1:]:
+        before = re.sub(r"(?m)^\+.*\n|^[ -]", "", hunk)
+        changes[before] = re.sub(r"(?m)^-.*\n|^[ +]", "", hunk)
     return changes
 
 

@@ -19,9 +19,32 @@ from plumbing.run import checks, source_code
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.logs import read_starts
 
-import edits
 from corpora import make, train_small
-from edits import Changed
+from edits import (
+    EDITS,
+    GELU,
+    LIVES,
+    LORA,
+    MASTER_WEIGHTS,
+    NO_CACHE,
+    NOTES,
+    PLATEAU,
+    POSITIONS,
+    PROJECTION,
+    ROTARY,
+    SCALER,
+    SECOND_LIVES,
+    STEPS,
+    STILL_GPT2,
+    STOPPED_IN_VALIDATION,
+    TABLES,
+    WIDTH,
+    WITH_ACTIVATION,
+    Changed,
+    import_trainer,
+    recipe,
+    write_trainer,
+)
 from harness import (
     ROOT,
     at_steps,
@@ -49,7 +72,7 @@ pytestmark = pytest.mark.gpt2
 
 def live(path, folder, data, options):
     """Train, be stopped, continue, branch, fine-tune, sample, score, end: all with the model in the file at `path`."""
-    trainer = edits.import_trainer(path)
+    trainer = import_trainer(path)
     examples = examples_file(folder, ["abc" * n + "d" for n in (1, 2, 7, 12, 13)])
     options = dict(hellaswag_every=4, hellaswag_data=examples, block_size=64, max_steps=8) | options
 
@@ -73,7 +96,7 @@ def live(path, folder, data, options):
 
 
 def check_use(trainer, run_folder, examples):
-    """The run's model samples and scores as without a cache, and is exported as a model with the same logits."""
+    """The run's model samples and scores as without a cache."""
     model, enc = trainer.load_model(str(run_folder))
     words = ["abcd", "-m", run_folder, "--temperature", 0, "--max-new-tokens", 70]
     status, text, _ = refusal_of(sample.main, *words)
@@ -83,63 +106,60 @@ def check_use(trainer, run_folder, examples):
     rendered = hellaswag.load_examples(examples, enc)
     sums = hellaswag.score(model, rendered, enc.n_vocab)[0]
     assert np.allclose(sums, four_rows(model, rendered), atol=1e-3)
-    if (run_folder / "hf").exists():  # transformers reads it
-        theirs = trainer.GPT.from_pretrained(run_folder / "hf").eval()
-        idx = torch.arange(60)[None]
-        torch.testing.assert_close(theirs(idx)[0], model(idx)[0][..., :257], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", edits.LIVES)
+@pytest.mark.parametrize("name", LIVES)
 def test_a_changed_model_lives_the_life_of_a_run(name, changed, data, tmp_path):
-    path = changed(edits.LIVES[name]).path
+    path = changed(LIVES[name]).path
     options = dict(dropout=0.1) if "field" in name else {}
     [said] = run(live, path, tmp_path, data, options)
-    is_gpt2 = name in edits.STILL_GPT2
+    is_gpt2 = name in STILL_GPT2
     assert (tmp_path / "whole" / "hf").exists() == is_gpt2
     assert (" was written. The model" in said) == (not is_gpt2)
     assert ("state that is not a tensor, transformer.h.0." in said) == (name == "buffers")
     assert "is not the cross-entropy of the logits" not in said
 
 
-def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(changed, tmp_path):
+@pytest.mark.parametrize("begin", ["branch_from", "init_from"])
+def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(begin, changed, tmp_path):
     """As with rotary embeddings: it learns from longer sequences. Its tables of positions are as long."""
-    trainer = changed(edits.ROTARY | edits.TABLES)
+    trainer = changed(ROTARY | TABLES)
     trainer.train("parent", max_steps=6, checkpoint_every=0)
-    for begin in ("branch_from", "init_from"):
-        trainer.train(begin, block_size=64, sequence_length=64, **{begin: tmp_path / "parent"})
-        weights = trainer.saved(begin)["model"]
-        assert torch.equal(weights["transformer.h.1.attn.sines"], torch.arange(64)[:, None].sin())
-        assert torch.equal(weights["transformer.h.1.attn.causal"], torch.ones(64, 64).tril().bool())
-        assert losses(tmp_path / begin, "val")[-1] < losses(tmp_path / "parent", "val")[-1]
+    trainer.train(block_size=64, sequence_length=64, **{begin: tmp_path / "parent"})
+    weights = trainer.saved("out")["model"]
+    assert torch.equal(weights["transformer.h.1.attn.sines"], torch.arange(64)[:, None].sin())
+    assert torch.equal(weights["transformer.h.1.attn.causal"], torch.ones(64, 64).tril().bool())
+    assert losses(tmp_path / "out", "val")[-1] < losses(tmp_path / "parent", "val")[-1]
 
 
 FEW_STEPS = dict(max_steps=2, checkpoint_every=1, val_every=0)
 
 
 UNTIED = "lm_head.weight and transformer.wte.weight differ, but are one tensor here"
-UNFIT = [  # (an edit, the flag with which this version takes its run, the error)
-    ("untied", "out_dir", UNTIED),
-    ("untied", "init_from", UNTIED),
-    ("a third group", "out_dir", "instead of transformer.wte.weight in group 0 of AdamW"),
-    ("a field and dropout", "out_dir", "dropout was 0, now 'unknown', window was None, now 'unknown'"),
-    ("a field and dropout", "init_from", "has dropout, window, but GPTConfig has no such field"),
-]
+UNFIT = {  # {edit: {the flag with which this version takes its run: the error}}
+    "untied": {"out_dir": UNTIED, "init_from": UNTIED},
+    "a third group": {"out_dir": "instead of transformer.wte.weight in group 0 of AdamW"},
+    "a field and dropout": {
+        "out_dir": "dropout was 0, now 'unknown', window was None, now 'unknown'",
+        "init_from": "has dropout, window, but GPTConfig has no such field",
+    },
+}
 
 
-@pytest.mark.parametrize("name, flag, reason", UNFIT)
-def test_what_another_version_has_saved_and_does_not_fit_is_refused(name, flag, reason, changed, data, out, tmp_path):
-    changed(edits.EDITS[name], name="other.py").train(**FEW_STEPS)
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_another_version_has_saved_and_does_not_fit_is_refused(name, changed, data, out, tmp_path):
+    changed(EDITS[name], name="other.py").train(**FEW_STEPS)
     (out / "model_00002.pt").unlink()
-    before = listing(out)
-    refused_run(FEW_STEPS | dict(data=data, out_dir=tmp_path / "new") | {flag: out}, reason)
-    assert listing(out) == before
-    assert not (tmp_path / "new").exists()
+    before = listing(tmp_path)
+    for flag, reason in UNFIT[name].items():
+        refused_run(FEW_STEPS | dict(data=data, out_dir=tmp_path / "new") | {flag: out}, reason)
+        assert listing(tmp_path) == before
 
 
 @pytest.fixture(scope="module")
 def other(folder):
     """A trainer of other code, other.py, and what it has printed of its run "finished"."""
-    trainer = Changed(folder.parent, folder, edits.EDITS["relu squared"], name="other.py")
+    trainer = Changed(folder.parent, folder, EDITS["relu squared"], name="other.py")
     return trainer, trainer.train("finished", **FEW_STEPS)
 
 
@@ -192,7 +212,7 @@ def with_modules(changed, tmp_path, monkeypatch):
     trainer = changed(
         {
             "import hellaswag\n": "import hellaswag\nfrom my_layers.mlp import activation\n",
-            edits.GELU: "self.c_proj(activation(self.c_fc(x)))",
+            GELU: "self.c_proj(activation(self.c_fc(x)))",
         }
     )
     trainer.train(**FEW_STEPS)
@@ -207,13 +227,11 @@ def test_the_code_of_a_run_includes_the_modules_beside_its_file(with_modules, ou
         assert (out / copy).read_bytes() == (tmp_path / name).read_bytes()
     assert read_starts(out / "run.txt")[-1]["code"] == " ".join(code.values())
     for names in ([], ["train_gpt2.py", "my_layers/functions.py"]):
-        (out / "model_00002.pt").unlink()
         for name in names:
             with open(tmp_path / name, "a") as file:
                 file.write("# a word\n")
         said = with_modules.train(**FEW_STEPS)
-        assert ("was trained by other code" in said) == bool(names)
-        assert ", ".join(names) in said
+        assert (f"was trained by other code ({', '.join(names)}" in " ".join(said.split())) == bool(names)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +256,7 @@ def with_activation(changed, tmp_path):
     for name, function in (("exp", "relu"), ("other", "tanh")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "my_activation.py").write_text(f"import torch\n\nof = torch.{function}\n")
-    return changed(edits.WITH_ACTIVATION, name="exp/train_my.py")
+    return changed(WITH_ACTIVATION, name="exp/train_my.py")
 
 
 def run_script(path, folder, args):
@@ -274,7 +292,7 @@ def examined(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)  # and the path is restored
 
     def examine(edit):
-        trainer = source_code.import_trainer(str(edits.write_trainer(tmp_path / "edited.py", edit)))
+        trainer = source_code.import_trainer(str(write_trainer(tmp_path / "edited.py", edit)))
         model = trainer.GPT(trainer.GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=128, vocab_size=320))
         checks.examine(model, 257, 128, torch.randint(97, 113, (8, 16)))
         return "".join(capsys.readouterr())
@@ -282,9 +300,9 @@ def examined(tmp_path, monkeypatch, capsys):
     return examine
 
 
-@pytest.mark.parametrize("name", edits.NOTES)
+@pytest.mark.parametrize("name", NOTES)
 def test_what_a_changed_model_cannot_keep_is_said(name, examined):
-    edit, words = edits.NOTES[name]
+    edit, words = NOTES[name]
     assert words in examined(edit)
 
 
@@ -293,29 +311,23 @@ def test_nothing_is_said_of_gpt2(examined):
 
 
 def test_random_numbers_in_evaluation_are_said_in_one_line(examined):
-    [line] = examined({edits.GELU: f"{edits.GELU} * (1 + 0.1 * torch.randn(()))"}).splitlines()
+    [line] = examined({GELU: f"{GELU} * (1 + 0.1 * torch.randn(()))"}).splitlines()
     assert "draws random numbers in evaluation" in line
 
 
 def test_dropout_on_another_number_of_ranks_is_no_lost_state(changed):
-    trainer = changed(edits.EDITS["a field and dropout"])
+    trainer = changed(EDITS["a field and dropout"])
     trainer.kill("out", dropout=0.2)
     assert "before the run was stopped" not in trainer.train(ranks=2, dropout=0.2)
 
 
 def test_a_mistake_in_the_model_shows_as_itself(changed, out):
     """And not as torch.compile's."""
-    trainer = changed({edits.PROJECTION: edits.PROJECTION.replace("4", "3")})
+    trainer = changed({PROJECTION: PROJECTION.replace("4", "3")})
     said = trainer.train(compile=True, ends=[1])
     assert "shapes cannot be multiplied" in said
-    assert f"return {edits.GELU}" in said
+    assert f"return {GELU}" in said
     assert "warning" not in said
-    assert not out.exists()
-
-
-def test_a_parameter_that_no_rank_uses_is_named(changed, out):
-    error = changed({edits.POSITIONS: "self.transformer.wte(idx)"}).error(ranks=2)
-    assert "A step does not use 1 parameter, such as transformer.wpe.weight" in error
     assert not out.exists()
 
 
@@ -348,16 +360,10 @@ def test_a_parameter_in_no_optimizer_is_named_and_trained_as_if_it_were_frozen(d
     assert log_lines(tmp_path / "without_positions") == log_lines(tmp_path / "with_frozen_positions")
 
 
-@pytest.mark.parametrize("line", edits.REFUSED)
-def test_state_that_no_checkpoint_can_hold_is_named_before_the_first_step(line, changed, out):
-    assert line in changed(edits.REFUSED[line]).error()
-    assert not out.exists()
-
-
 def test_adapters_train_over_frozen_weights(changed, data, tmp_path):
     """They are what the model makes of them, as no weights have them."""
     train(data, tmp_path / "base")
-    trainer = changed(edits.LORA)
+    trainer = changed(LORA)
     said = trainer.check_resume(trainer.kill, init_from=tmp_path / "base")
     assert "The weights have nothing called transformer.h.0.mlp.low" in said
     after = trainer.saved("whole")["model"]
@@ -367,21 +373,11 @@ def test_adapters_train_over_frozen_weights(changed, data, tmp_path):
     assert after["transformer.h.0.mlp.up"].any()
 
 
-def test_ranks_that_train_different_models_are_told_after_the_first_step_with_what_differs_most(changed):
-    """DDP averages the gradients of those parameters that require one when the run begins."""
-    loop = "    losses = []\n    for micro"
-    frozen = "        self.transformer.wpe.requires_grad_(False)\n"
-    trainer = changed(
-        {edits.HIDDEN_STATES: frozen + edits.HIDDEN_STATES, loop: "    model.requires_grad_(True)\n" + loop}
-    )
-    assert "After step 0, transformer.wpe.weight is not the same on all ranks" in trainer.error(ranks=2)
-
-
 def test_ranks_may_differ_where_the_trainer_says_so(changed, out):
     """As in DiLoCo, between two exchanges."""
     edit = {
-        edits.SCALER: "    raw_model.ranks_differ = True\n" + edits.SCALER,
-        edits.STEPS: "    next(parts.raw_model.parameters()).grad *= 1 + world.rank\n" + edits.STEPS,
+        SCALER: "    raw_model.ranks_differ = True\n" + SCALER,
+        STEPS: "    next(parts.raw_model.parameters()).grad *= 1 + world.rank\n" + STEPS,
     }
     changed(edit).train(ranks=2)
     assert len(losses(out)) == 12
@@ -390,18 +386,18 @@ def test_ranks_may_differ_where_the_trainer_says_so(changed, out):
 def test_a_branch_whose_settings_change_the_model_is_examined_again(changed, tmp_path):
     trainer = changed(
         {
-            edits.WIDTH: edits.WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
-            f"{edits.POSITIONS}  # (B, T, C)": f"{edits.POSITIONS}  # (B, T, C)\n"
+            WIDTH: WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
+            f"{POSITIONS}  # (B, T, C)": f"{POSITIONS}  # (B, T, C)\n"
             "        x = x + self.config.flipped * self.transformer.wpe(pos.flip(0))",
         }
     )
     trainer.train("parent", max_steps=4)
     said = trainer.train("branch", branch_from=tmp_path / "parent", max_steps=8, flipped=1)
-    assert edits.NO_CACHE in said
+    assert NO_CACHE in said
 
 
 WEIGHT = "transformer.h.0.attn.c_attn.weight"
-AVERAGE = edits.recipe("**State of your own.**")
+AVERAGE = recipe("**State of your own.**")
 
 
 @pytest.fixture(scope="module")
@@ -411,24 +407,19 @@ def averaged(folder):
     return folder.parent / "averaged"
 
 
-def check_average(out_dir):
-    checkpoint = load_checkpoint(out_dir / "model_00012.pt")
+def test_an_average_of_the_weights_is_validated_and_saved(averaged):
+    checkpoint = load_checkpoint(averaged / "model_00012.pt")
     average = checkpoint["own"]["ema"]
     assert average["n_averaged"] == 12
     assert not torch.equal(average[f"module.{WEIGHT}"], checkpoint["model"][WEIGHT])
-    averages = losses(out_dir, "val_ema")
-    plain = losses(out_dir, "val")
+    averages, plain = losses(averaged, "val_ema"), losses(averaged, "val")
     assert averages[0] == plain[0]
-    assert averages[0] > averages[-1] > plain[-1] + 0.01, "an average lags behind"
+    assert averages[-1] > plain[-1] + 0.01, "it lags behind"
 
 
-def test_an_average_of_the_weights_is_validated_and_saved(averaged):
-    check_average(averaged)
-
-
-def test_two_ranks_average_the_weights(changed, out):
+def test_two_ranks_average_the_weights(averaged, changed, out):
     changed(AVERAGE).train(ranks=2)
-    check_average(out)
+    assert losses(out, "val_ema") == pytest.approx(losses(averaged, "val_ema"), abs=1e-5)
 
 
 @pytest.fixture
@@ -457,17 +448,16 @@ def test_a_branch_continues_the_average_of_its_parents_weights(averaged, changed
 def test_the_records_say_how_to_make_a_model_of_an_average(averaged, tmp_path):
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
     code = text.partition("turns the average into a checkpoint")[2].split("```python\n")[1].split("```")[0]
-    code = code.replace("log/ema/model_00400.pt", str(averaged / "model_00012.pt"))
-    code = code.replace("average.pt", str(tmp_path / "average.pt"))
-    exec(code, {})
-    model, _ = train_gpt2.load_model(str(tmp_path / "average.pt"))
+    path = str(tmp_path / "average.pt")
+    exec(code.replace("log/ema/model_00400.pt", f"{averaged}/model_00012.pt").replace("average.pt", path), {})
+    model, _ = train_gpt2.load_model(path)
     average = load_checkpoint(averaged / "model_00012.pt")["own"]["ema"]
     assert torch.equal(model.state_dict()[WEIGHT], average[f"module.{WEIGHT}"])
 
 
 def test_float32_state_of_bfloat16_weights_is_not_rounded_on_resume(changed):
     """torch's load_state_dict would make it the weights' dtype."""
-    trainer = changed(edits.MASTER_WEIGHTS)
+    trainer = changed(MASTER_WEIGHTS)
     trainer.check_resume(trainer.kill)
 
 
@@ -482,7 +472,7 @@ def test_float32_state_of_bfloat16_weights_is_not_rounded_on_resume(changed):
 )
 def test_what_is_done_again_is_compared_with_what_it_was(name, interrupt, changed):
     """Where a start begins with other things than the last one had, only the log can tell."""
-    edit, words = edits.SECOND_LIVES[name]
+    edit, words = SECOND_LIVES[name]
     trainer = changed(edit)
     getattr(trainer, interrupt)("out", warmup_steps=0, val_every=2)
     before = trainer.log("out")
@@ -495,7 +485,7 @@ SCALARS = 'scalars |= {"rank": 0.1 + world.rank, "int": 16_777_217, "large": 1e3
 
 
 def test_numbers_put_into_scalars_are_logged_as_rank_0_has_them(changed, out):
-    changed({edits.STEPS: f"    {SCALARS}\n{edits.STEPS}"}).train(ranks=2, max_steps=2)
+    changed({STEPS: f"    {SCALARS}\n{STEPS}"}).train(ranks=2, max_steps=2)
     for name, text in (("rank", "0.1"), ("int", "16777217"), ("large", "1e+300")):
         assert list(read_log(out, name).values()) == [text] * 2
 
@@ -509,7 +499,7 @@ def test_a_name_that_a_number_cannot_have_is_refused(name, data, out):
 @pytest.fixture(scope="module")
 def with_tokenizers(folder):
     """A trainer, a run of it on bytes in "first", and shards of a BPE tokenizer in "other", where it trains now."""
-    trainer = Changed(folder.parent, folder, edits.EDITS["untied"], name="untied.py")
+    trainer = Changed(folder.parent, folder, EDITS["untied"], name="untied.py")
     trainer.train("first", max_steps=1)
     path = folder.parent / "small.tiktoken"
     tokenizers.write_encoding(train_small("gpt2"), path)
@@ -527,12 +517,11 @@ def test_a_model_begins_with_another_tokenizer_by_the_tokens_that_both_have(with
     assert "Of the 1,000 tokens of small-gpt2, 257 are also in bytes" in said
     trainer = source_code.import_trainer(str(with_tokenizers.path))
     model, enc = trainer.load_model(str(folder / "second"))
-    assert model.lm_head.weight.shape == (1024, 32)
     first = with_tokenizers.saved("first", step=1)["model"]["lm_head.weight"]
-    old_rows = {bytes([i]): first[i] for i in range(256)} | {b"<|endoftext|>": first[256]}
-    for i in range(1000):
-        expected = old_rows.get(enc.decode_single_token_bytes(i), first.mean(0))
-        torch.testing.assert_close(model.lm_head.weight[i], expected, rtol=0, atol=1e-6)
+    ids = [enc.encode_single_token(bytes([byte])) for byte in range(256)]
+    expected = first.mean(0).repeat(1024, 1)
+    expected[[*ids, enc.eot_token]] = first[:257]
+    torch.testing.assert_close(model.lm_head.weight[:1000], expected[:1000], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("flag, max_steps", [("branch_from", 24), ("init_from", 0)])
@@ -543,7 +532,7 @@ def test_a_branch_and_an_evaluation_need_the_models_tokenizer(flag, max_steps, w
 
 def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed_or_branched(changed, tmp_path):
     """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
-    trainer = changed(edits.PLATEAU)
+    trainer = changed(PLATEAU)
     trainer.check_resume(trainer.kill)
     trainer.train("branch", branch_from=tmp_path / "whole" / "model_00008.pt")
     assert trainer.log("branch") == trainer.log("whole")
@@ -553,7 +542,7 @@ def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed_or_branche
 
 def test_an_evaluation_in_which_a_run_is_stopped_counts_once(changed):
     """Step 8 has no other checkpoint than that of the stop."""
-    trainer = changed(edits.PLATEAU | edits.STOPPED_IN_VALIDATION)
+    trainer = changed(PLATEAU | STOPPED_IN_VALIDATION)
     options = dict(checkpoint_every=5, max_lr=1e-2, val_every=2)
     trainer.train("whole", resume=False, **options)
     assert "Stopped after 8 steps" in trainer.train("resumed", **options)
