@@ -9,8 +9,6 @@ import itertools
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,6 @@ from plumbing.system import devices
 
 from harness import (
     KILLED,
-    TINY,
     assert_same_run,
     assert_same_tensors,
     at_steps,
@@ -36,7 +33,6 @@ from harness import (
     die_at,
     examples_file,
     forked_torchrun,
-    free_port,
     killed_at,
     listing,
     losses,
@@ -44,7 +40,9 @@ from harness import (
     patched,
     printed_commands,
     read_log,
+    refusal_of,
     refused,
+    refused_run,
     run,
     samples,
     signalled,
@@ -57,15 +55,27 @@ from harness import (
     write_half,
 )
 
-# samples also where a checkpoint is due, and between checkpoints
-OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4, sample_every=2, sample_prompt="abc")
+OPTIONS = dict(max_steps=12, val_every=2, checkpoint_every=4)
+SAMPLES = dict(sample_every=2, sample_prompt="abc")  # also where a checkpoint is due, and between checkpoints
 
 
 @pytest.fixture(scope="module")
 def straight(folder):
     """The folder of a run of OPTIONS that nothing interrupts."""
-    train(folder, folder.parent / "straight", **OPTIONS)
+    train(folder, folder.parent / "straight", **OPTIONS | SAMPLES)
     return folder.parent / "straight"
+
+
+@pytest.fixture
+def continued(folder, straight):
+    """continued(out): what the command prints that continues the run in `out`, which then is the same."""
+
+    def train_on(out, **changes):
+        said = train(folder, out, **OPTIONS | changes)
+        assert_same_run(out, straight)
+        return said
+
+    return train_on
 
 
 def checkpoint_12_is_there(folder):
@@ -100,25 +110,27 @@ def train_until(name, args):
 
 
 @pytest.mark.parametrize("moment", [name for name in MOMENTS if name != "in step 9"])
-def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(moment, folder, straight, out):
-    run(train_until, moment, tiny_flags(folder, out, **OPTIONS), ends=[KILLED])
+def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(
+    moment, folder, straight, continued, out
+):
+    run(train_until, moment, tiny_flags(folder, out, **OPTIONS | SAMPLES), ends=[KILLED])
     assert steps_of(out) == MOMENTS[moment][0]
     assert (out / ".model_00008.pt.part").exists() == ("half" in moment)
-    train(folder, out, **OPTIONS)
-    assert_same_run(out, straight)
+    continued(out, **SAMPLES)
     assert samples(out) == samples(straight)
 
 
 def test_each_step_has_its_samples_once(straight):
     """But step 0, where a new model's would be noise."""
-    assert {step: len(texts) for step, texts in samples(straight).items()} == dict.fromkeys(range(2, 13, 2), 4)
+    assert [*samples(straight)] == [2, 4, 6, 8, 10, 12]
+    assert all(len(texts) == 4 for texts in samples(straight).values())
 
 
 @pytest.fixture(scope="module")
 def killed(folder):
     """The folder of a run that was killed in step 9, with checkpoints 4 and 8."""
     killed = folder.parent / "killed"
-    run(train_until, "in step 9", tiny_flags(folder, killed, **OPTIONS), ends=[KILLED])
+    run(train_until, "in step 9", tiny_flags(folder, killed, **OPTIONS | SAMPLES), ends=[KILLED])
     assert steps_of(killed) == [4, 8]
     (killed / ".lock").unlink()  # a killed process leaves the file, without the lock
     return killed
@@ -129,37 +141,33 @@ def stopped(killed, out):
     return shutil.copytree(killed, out)
 
 
-def test_a_damaged_checkpoint_is_skipped_and_named(folder, straight, stopped):
+def test_a_damaged_checkpoint_is_skipped_and_named(continued, stopped):
     """With --keep-checkpoints 1 the damaged newer one must not push out the good ones that follow."""
     path = stopped / "model_00008.pt"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    printed = train(folder, stopped, keep_checkpoints=1, **OPTIONS | {"checkpoint_every": 3})
+    printed = continued(stopped, keep_checkpoints=1, checkpoint_every=3)
     assert "model_00008.pt cannot be read" in printed
     assert "from step 4 to 12" in printed
-    assert_same_run(stopped, straight)
     assert steps_of(stopped) == [12]
     assert Path(f"{stopped}.1", "model_00008.pt").exists()
 
 
-def test_what_a_killed_process_leaves_is_swept_away_and_a_line_of_the_users_stays(folder, straight, stopped):
-    with open(stopped / "log.txt", "a") as file:
-        file.write("9 tra")
-    with open(stopped / "samples.txt", "a") as file:
-        file.write("a note of the user's\n")
+def test_what_a_killed_process_leaves_is_swept_away_and_a_line_of_the_users_stays(continued, stopped):
+    for name, text in (("log.txt", "9 tra"), ("samples.txt", "a note of the user's\n")):
+        with open(stopped / name, "a") as file:
+            file.write(text)
     (stopped / ".model_00010.pt.part").write_bytes(b"half a checkpoint")
     (stopped / ".hf.part").mkdir()
     (stopped / ".hf.part" / "config.json").write_text("{")
-    train(folder, stopped, **OPTIONS)
-    assert_same_run(stopped, straight)
+    continued(stopped, **SAMPLES)
     assert "a note of the user's\n" in (stopped / "samples.txt").read_text()
 
 
-def test_a_run_from_before_a_setting_existed_continues(folder, straight, stopped):
+def test_a_run_from_before_a_setting_existed_continues(continued, stopped):
     change_checkpoint(stopped / "model_00008.pt", lambda content: content["config"].pop("muon_momentum_warmup"))
-    train(folder, stopped, **OPTIONS)
-    assert_same_run(stopped, straight)
+    continued(stopped)
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_gives_way_to_the_newest(straight, tmp_path):
@@ -198,38 +206,26 @@ def test_a_finished_run_says_so_and_changes_nothing(folder, straight):
     assert listing(straight) == before
 
 
-def test_a_dry_run_of_a_run_that_continues_counts_what_all_of_it_reads(folder, stopped, recwarn):
-    printed = train(folder, stopped, dry_run=True, **OPTIONS)
-    steps, tokens = OPTIONS["max_steps"], TINY["total_batch_size"]
-    assert f"the run reads {steps * tokens:,}:" in printed
-    # torch warns of weights that are copied to a model without memory
-    assert not [warning.message for warning in recwarn.list if warning.category is UserWarning]
-
-
 def test_a_changed_flag_is_refused_with_advice_to_continue_only_an_unfinished_run(folder, straight, stopped):
-    options = OPTIONS | dict(max_lr=0.1)
-    unfinished = refused(train_gpt2.main, *tiny_flags(folder, stopped, **options))
-    assert "has a run" in unfinished and "Leave these flags out to continue it" in unfinished
-    finished = refused(train_gpt2.main, *tiny_flags(folder, straight, **options))
-    assert "has a finished run" in finished and "continue" not in finished
-    assert "Start what you typed in another --out-dir" in finished
+    options = dict(data=folder, **OPTIONS | {"max_lr": 0.1})
+    refused_run(options | {"out_dir": stopped}, "has a run", "Leave these flags out to continue it")
+    finished = refused_run(options | {"out_dir": straight}, "has a finished run", "in another --out-dir")
+    assert "continue" not in finished
 
 
 @pytest.mark.gpt2
-def test_a_finished_run_is_exported_again_where_hf_holds_another_model(folder, straight, tmp_path):
-    out = shutil.copytree(straight, tmp_path / "out")
+def test_a_finished_run_is_exported_again_where_hf_holds_another_model(folder, straight, continued, out):
+    """But not by a dry run."""
+    shutil.copytree(straight, out)
     export_huggingface(tiny_model(vocab_size=320), tokenizers.get_encoding("bytes"), out / "hf")
     before = listing(out)
     train(folder, out, dry_run=True, **OPTIONS)
     assert listing(out) == before
-    train(folder, out, **OPTIONS)
-    assert_same_run(out, straight)
+    continued(out)
 
 
 def test_no_resume_of_a_folder_alone_does_not_say_what_is_to_begin(straight):
-    line = refused(train_gpt2.main, "--out-dir", straight, "--no-resume")
-    assert "under --no-resume" in line
-    assert "its settings as well" in line
+    assert "under --no-resume. Give" in refused(train_gpt2.main, "--out-dir", straight, "--no-resume")
 
 
 def test_no_resume_sets_the_old_run_aside_each_time(folder, straight, out, tmp_path):
@@ -252,13 +248,13 @@ def killed_while_moving(number, args):
 
 
 @pytest.mark.parametrize("moved", [1, 2])
-def test_a_run_of_which_half_is_moved_aside_is_never_continued_with_half_of_its_log(moved, folder, straight, out):
+def test_a_run_of_which_half_is_moved_aside_is_never_continued_with_half_of_its_log(
+    moved, folder, straight, continued, out
+):
     """Until its last checkpoint is moved it is the run at an earlier step, with the log of all steps before that."""
     shutil.copytree(straight, out)
-    args = tiny_flags(folder, out, resume=False, **OPTIONS)
-    run(killed_while_moving, moved, args, ends=[KILLED])
-    train(folder, out, **OPTIONS)
-    assert_same_run(out, straight)
+    run(killed_while_moving, moved, tiny_flags(folder, out, resume=False, **OPTIONS), ends=[KILLED])
+    continued(out)
 
 
 @needs("SIGHUP")
@@ -272,27 +268,26 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
     assert sorted(read_log(out)) == list(range(8)), "two more, for the next start to compare"
     assert newest_checkpoint(out)["step"] == 6
     [words] = printed_commands(said)
-    [said] = run(train_gpt2.main, words[2:])
-    assert ", from step 6 to " in said, "it does not start over"
+    assert ", from step 6 to " in refusal_of(train_gpt2.main, *words[2:])[1], "it does not start over"
     assert_same_run(out, straight)
 
 
 @needs("SIGHUP")
-@pytest.mark.parametrize("name", "HUP INT QUIT USR1 USR2 TERM XCPU".split())
-def test_whatever_a_scheduler_can_be_told_to_send_stops_a_run(name):
+def test_whatever_a_scheduler_can_be_told_to_send_stops_a_run():
     """By signal(7), these end a process that does not catch them. Later they do so again."""
-    number = signal.Signals[f"SIG{name}"]
-    signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    numbers = [signal.Signals[f"SIG{name}"] for name in "HUP INT QUIT USR1 USR2 TERM XCPU".split()]
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     with Signals() as signals:
-        os.kill(os.getpid(), number)
-    assert signals == [number]
-    assert signal.getsignal(number) == signal.SIG_DFL
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    assert signals == numbers
+    assert {signal.getsignal(number) for number in numbers} == {signal.SIG_DFL}
 
 
 @needs("SIGHUP")
 def test_crashes_timers_and_news_are_not_caught():
-    names = "SEGV BUS ABRT PROF ALRM PIPE CHLD WINCH TSTP".split()
-    numbers = [signal.Signals[f"SIG{name}"] for name in names]
+    numbers = [signal.Signals[f"SIG{name}"] for name in "SEGV BUS ABRT PROF ALRM PIPE CHLD WINCH TSTP".split()]
     before = [signal.getsignal(number) for number in numbers]
     with Signals():
         assert [signal.getsignal(number) for number in numbers] == before
@@ -306,30 +301,25 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
     assert not signals
 
 
-def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, straight, out):
+def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, continued, out):
     """Where auto means float16 now, a float32 run stays one."""
-    options = OPTIONS | {"dtype": "auto"}
-    run(signalled, 5, "SIGTERM", 1, 0, tiny_flags(folder, out, **options))
-    assert newest_checkpoint(out)["config"]["dtype"] == "float32"
+    run(signalled, 5, "SIGTERM", 1, 0, tiny_flags(folder, out, **OPTIONS | {"dtype": "auto"}))
 
-    def choose(name, device, is_wide=False):
-        return choose_dtype("float16" if name == "auto" else name, device, is_wide)
+    def choose(name, *args, **options):
+        return choose_dtype("float16" if name == "auto" else name, *args, **options)
 
     with patched(devices, "choose_dtype", choose) as choose_dtype:
-        train(folder, out, **options)
-    assert_same_run(out, straight)
+        continued(out, dtype="auto")
 
 
 def test_a_second_sigint_leaves_at_once(folder, out):
-    args = tiny_flags(folder, out, **OPTIONS)
-    run(signalled, 5, "SIGINT", 2, 0, args, ends=[130])
+    run(signalled, 5, "SIGINT", 2, 0, tiny_flags(folder, out), ends=[130])
     assert not (out / "model_00006.pt").exists()
     assert sorted(read_log(out)) == list(range(5))
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(folder, straight, out):
-    args = tiny_flags(folder, out, **OPTIONS)
-    run(signalled, 5, "SIGTERM", 1, 1, args, ranks=2)
+    run(signalled, 5, "SIGTERM", 1, 1, tiny_flags(folder, out, **OPTIONS), ranks=2)
     assert sorted(read_log(out)) == list(range(8)), "two more, for the next start to compare"
     assert newest_checkpoint(out)["step"] == 6
     train(folder, out, **OPTIONS)
@@ -344,8 +334,7 @@ def test_a_run_moves_to_two_processes_of_a_smaller_batch_size(folder, out, tmp_p
     """One process with B = 8 to step 4, two with B = 2 to step 8, one with B = 4 to the end; with both optimizers."""
     options = dict(checkpoint_every=4, val_every=0, optimizer="muon")
     train(folder, tmp_path / "straight", batch_size=8, **options)
-    alone = tiny_flags(folder, out, batch_size=8, **options)
-    run(killed_at, 5, 4, alone, ends=[KILLED])
+    run(killed_at, 5, 4, tiny_flags(folder, out, batch_size=8, **options), ends=[KILLED])
     as_two = tiny_flags(folder, out, batch_size=2, **options)
     said, _ = run(killed_at, 9, 8, as_two, ranks=2, ends=[KILLED, None])
     assert "from step 4 to 12" in said
@@ -355,8 +344,7 @@ def test_a_run_moves_to_two_processes_of_a_smaller_batch_size(folder, out, tmp_p
 
 def train_killed_once(args):
     def kill(step, parts):
-        is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if is_first_start and step == 6 and os.environ["RANK"] == "1":
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and step == 6 and parts.world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with at_steps(kill):
@@ -364,47 +352,30 @@ def train_killed_once(args):
 
 
 @needs("SIGKILL")
-def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, out):
-    """Also under --no-resume: the run that is continued is the one that this torchrun began."""
-    args = tiny_flags(folder, out, resume=False, **OPTIONS | {"batch_size": 2})
+def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, straight, stopped):
+    """Also under --no-resume: the run that is continued is the one that this torchrun began, and not an older one."""
+    args = tiny_flags(folder, stopped, resume=False, **OPTIONS | {"batch_size": 2})
     [said] = run(forked_torchrun, train_killed_once, args, 2, 1)
     assert "from step 0 to 12" in said
     assert "from step 4 to 12" in said
-    assert_close_losses(out, straight)
+    assert_close_losses(stopped, straight)
+    assert Path(f"{stopped}.1", "model_00008.pt").exists()
+    assert not Path(f"{stopped}.2").exists()
 
 
 @pytest.mark.gpt2
-def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, straight, stopped, monkeypatch):
+def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, stopped, monkeypatch):
     """Under --no-resume: its first start had ended before it set the old run aside."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this torchrun")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert "from step 0 to 12" in train(folder, stopped, resume=False, **OPTIONS)
+    assert "from step 0 to 1" in train(folder, stopped, resume=False, max_steps=1)
     assert Path(f"{stopped}.1", "model_00008.pt").exists()
-    (stopped / "model_00012.pt").unlink()  # the second start is killed in step 9
-    shutil.rmtree(stopped / "hf")
-    assert "from step 8 to 12" in train(folder, stopped, resume=False, **OPTIONS)
-    assert not Path(f"{stopped}.2").exists()
-    assert_same_run(stopped, straight)
-
-
-@pytest.mark.slow
-def test_two_agents_with_a_rendezvous_train_as_one(folder, straight, tmp_path):
-    """torchrun --nnodes=2 twice on this machine, as on two. The losses equal those of one process."""
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test"]
-    nodes = ["--nnodes=2", "--nproc_per_node=1", "--local-addr=127.0.0.1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, *nodes]
-    args = tiny_flags(folder, tmp_path / "two", **OPTIONS | {"batch_size": 2})
-    command = [*torchrun, train_gpt2.__file__, *args]
-    agents = [subprocess.Popen(command), subprocess.Popen(command)]
-    assert [agent.wait(120) for agent in agents] == [0, 0]
-    assert_close_losses(tmp_path / "two", straight)
 
 
 def test_the_scaler_and_muons_momentum_survive_a_kill(folder, out, tmp_path):
-    options = OPTIONS | dict(optimizer="muon", dtype="float16", val_every=0, sample_every=0)
+    options = dict(checkpoint_every=4, optimizer="muon", dtype="float16", val_every=0)
     train(folder, tmp_path / "straight", **options)
-    args = tiny_flags(folder, out, **options)
-    run(train_until, "in step 9", args, ends=[KILLED])
+    run(killed_at, 9, 8, tiny_flags(folder, out, **options), ends=[KILLED])
     # the scale in the checkpoint counts, and not the one that a scaler begins with
     with patched(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1.0)):
         train(folder, out, **options)
@@ -424,7 +395,7 @@ def test_a_checkpoint_is_of_its_step_and_waits_alone_for_a_slow_disk(folder, str
             steps_ahead.append(begun[-1] - step)
         return save(checkpoint, file)
 
-    options = OPTIONS | dict(checkpoint_every=1, keep_checkpoints=9, val_every=0, sample_every=0)
+    options = OPTIONS | dict(checkpoint_every=1, keep_checkpoints=9, val_every=0)
     with patched(torch, "save", slow_save) as save:
         with at_steps(lambda step, parts: begun.append(step), lambda step, parts, _: done[step].set()):
             train(folder, out, **options)
@@ -444,19 +415,16 @@ def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream,
     assert "Stopped after 4 steps" in first
     assert newest_checkpoint(out)["step"] == 4
     assert sorted(read_log(out, stream)) == [0, 4]
-    assert sorted(read_log(out, "hella")) == ([0, 4] if stream == "hella" else [0])
+    assert (4 in read_log(out, "hella")) == (stream == "hella")
     train(data, out, **options)
-    assert sorted(read_log(out)) == list(range(6))
     assert sorted(read_log(out, stream)) == [0, 4, 6]
 
 
-def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does(folder, straight, out):
-    args = tiny_flags(folder, out, **OPTIONS)
-    [said] = run(signalled_in, "evaluate_val_loss", 7, 0, args)
+def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_does(folder, straight, continued, out):
+    [said] = run(signalled_in, "evaluate_val_loss", 7, 0, tiny_flags(folder, out, **OPTIONS | SAMPLES))
     assert "Stopped after 12 steps" in said
     assert not (out / "hf").exists()
-    train(folder, out, **OPTIONS)
-    assert_same_run(out, straight)
+    continued(out, **SAMPLES)
     assert samples(out) == samples(straight)
 
 
@@ -468,7 +436,6 @@ def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_chec
             torch.nn.init.constant_(parts.raw_model.lm_head.weight, torch.nan)
 
     with at_steps(after=spoil):
-        train(folder, out, keep_checkpoints=1, **OPTIONS | {"sample_every": 0})
+        train(folder, out, keep_checkpoints=1)
     assert steps_of(out) == [8, 12]
-    kept = load_checkpoint(out / "model_00008.pt")["model"]
-    assert all(tensor.isfinite().all() for tensor in kept.values())
+    assert load_checkpoint(out / "model_00008.pt")["model"]["lm_head.weight"].isfinite().all()
