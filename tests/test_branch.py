@@ -27,7 +27,6 @@ from harness import (
     log_lines,
     losses,
     make_shards,
-    patched,
     printed_commands,
     refusal_of,
     refused,
@@ -64,12 +63,8 @@ RAMP = dict(total_batch_size=384, max_steps=6)
 
 def train_in_a_ramp(args):
     """128 tokens in the first steps, in step 4 twice and from step 5 on three times as many; the real one has 32K."""
-
-    def grown(seen, config):
-        return 128 * min(max(1, seen // 256), 3)
-
-    with patched(train_gpt2, "get_batch_size", grown):
-        train_gpt2.main(args)
+    train_gpt2.get_batch_size = lambda seen, config: 128 * min(max(1, seen // 256), 3)
+    train_gpt2.main(args)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def train_in_a_ramp(args):
     ids=["second epoch", "ramp on two ranks"],
 )
 def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, options, step, folder, tmp_path):
-    """With Muon, and so with AdamW for the rest."""
+    """With Muon, and so with AdamW for the rest. One begins in the second epoch, one before the batch grows."""
     options = OPTIONS | dict(optimizer="muon", checkpoint_every=2) | options
     parent, branch = tmp_path / "parent", tmp_path / "branch"
     run(train, tiny_flags(folder, parent, **options), ranks=ranks)
@@ -86,8 +81,6 @@ def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, option
     said = run(train, args, ranks=ranks)[0]
     assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in said
     assert_same_run(branch, parent)
-    first = load_checkpoint(branch / f"model_{step:05d}.pt")
-    assert first["loader"]["position"] == {6: 6 * 64, 4: 4 * 8}[step]  # in the second epoch, and before it grows
 
 
 def test_a_checkpoint_alone_is_branched_on_data_that_were_moved(folder, parent, out, tmp_path):
@@ -110,9 +103,8 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_pa
 
     Once the branch has a checkpoint, it no longer needs its parent.
     """
-    family = shutil.copytree(parent, tmp_path / "family")
-    for step in (8, 12):
-        (family / f"model_{step:05d}.pt").unlink()
+    later = shutil.ignore_patterns("model_00008.pt", "model_00012.pt")
+    family = shutil.copytree(parent, tmp_path / "family", ignore=later)
     args = tiny_flags(folder, out, branch_from=family, **OPTIONS)
     killed = [die_in_the_first_checkpoint] if fate_of_parent == "stays" else [killed_at, 5, 4]
     run(*killed, args, ends=[KILLED])
@@ -121,7 +113,7 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_pa
         shutil.copytree(parent, family, dirs_exist_ok=True)
     if fate_of_parent == "deleted":
         shutil.rmtree(family)
-    run(train_gpt2.main, args)
+    train(folder, out, branch_from=family, **OPTIONS)
     assert_same_run(out, parent)
     assert branched(out)["step"] == 4
 
@@ -215,23 +207,23 @@ def test_a_run_does_not_continue_with_masks_that_were_not_there(folder, unfinish
     assert_refused(copy, unfinished, *said)
 
 
-def test_weights_alone_cannot_be_branched(folder, best, out):
-    weights = best / "model_best.pt"
-    assert_refused(folder, out, str(weights), "--init-from", branch_from=weights)
+SOURCES = {
+    "nowhere": "There is no checkpoint in",
+    "empty": "There is no checkpoint in",
+    "parent/hf": "There is no checkpoint in",
+    "best/model_best.pt": "--init-from",
+    "model_00008.pt": "cannot be read",  # half of one
+}
 
 
-@pytest.mark.parametrize("name", ["nowhere", "empty", "parent/hf"])
-def test_where_no_checkpoint_is_there_is_nothing_to_branch(name, folder, parent, out, tmp_path):
+@pytest.mark.parametrize("name", SOURCES)
+def test_where_no_checkpoint_is_there_is_nothing_to_branch(name, folder, parent, best, out, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "parent").symlink_to(parent)
+    (tmp_path / "best").symlink_to(best)
+    (tmp_path / "model_00008.pt").write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
     source = tmp_path / name
-    assert_refused(folder, out, f"no checkpoint in {source} that can be", branch_from=source)
-
-
-def test_a_torn_checkpoint_cannot_be_branched(folder, parent, out, tmp_path):
-    torn = tmp_path / "model_00008.pt"
-    torn.write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
-    assert_refused(folder, out, f"Checkpoint {torn} cannot be read", branch_from=torn)
+    assert_refused(folder, out, str(source), SOURCES[name], branch_from=source)
 
 
 @pytest.mark.parametrize("name, resume", [("", True), ("model_00008.pt", False)])
@@ -258,41 +250,28 @@ def test_a_branch_is_continued_without_its_flag(branch, folder):
     assert "is finished" in train(folder, branch, **OPTIONS)
 
 
-@pytest.fixture(scope="module")
-def muon_parent(folder):
-    train(folder, folder.parent / "muon", optimizer="muon", **OPTIONS)
-    return folder.parent / "muon"
+def test_a_setting_that_a_branch_changes_counts_from_its_first_update_on(folder, out, tmp_path):
+    """Step 3 is the first one whose loss shows it."""
+    train(folder, tmp_path / "parent", optimizer="muon", checkpoint_every=2, max_steps=4)
+    changes = dict(optimizer="muon", muon_lr=0.1, max_steps=4)
+    train(folder, out, branch_from=tmp_path / "parent" / "model_00002.pt", **changes)
+    ours, theirs = losses(out), losses(tmp_path / "parent")
+    assert (ours[:3] == theirs[:3]).all()
+    assert ours[3] != theirs[3]
 
 
-@pytest.mark.parametrize("name, value", [("max_lr", 1e-2), ("weight_decay", 0.5), ("muon_lr", 0.1)])
-def test_a_setting_that_a_branch_changes_counts_from_its_first_update_on(name, value, muon_parent, folder, out):
-    """Step 9 is the first one whose loss shows it."""
-    changes = {name: value, "optimizer": "muon", "max_steps": 10}
-    train(folder, out, branch_from=muon_parent / "model_00008.pt", **OPTIONS | changes)
-    ours, theirs = losses(out), losses(muon_parent)
-    assert (ours[:9] == theirs[:9]).all()
-    assert ours[9] != theirs[9]
-
-
-def test_run_txt_says_what_a_branch_changes(parent, folder, out):
-    """Of the recipe: whether the best weights are kept is not part of it."""
-    changes = dict(max_lr=1e-2, schedule="wsd", keep_best=True)
-    train(folder, out, branch_from=parent / "model_00008.pt", **OPTIONS | changes)
-    changed = {"max_lr": [3e-3, 1e-2], "schedule": ["cosine", "wsd"]}
-    assert branched(out) == {"parent": str(parent), "step": 8, "changed": changed}
-
-
-def test_a_branch_may_have_another_batch_size_and_changes_nothing_in_its_parents_folder(parent, folder, out):
-    """Steps of 8 windows, then of 16."""
+def test_a_branch_may_change_batch_size_rates_and_dtype_and_says_so_in_run_txt(parent, folder, out):
+    """Steps of 8 windows, then of 16. Whether the best weights are kept is no part of the recipe."""
     before = listing(parent)
-    train(folder, out, branch_from=parent / "model_00008.pt", total_batch_size=256, **OPTIONS)
-    assert newest_checkpoint(out)["loader"]["position"] == 8 * 8 + 4 * 16
+    changes = dict(total_batch_size=256, max_lr=1e-2, schedule="wsd", dtype="float16", keep_best=True)
+    train(folder, out, branch_from=parent / "model_00008.pt", **OPTIONS | changes)
+    changed = dict(dtype=["float32", "float16"], total_batch_size=[128, 256])
+    changed |= dict(max_lr=[3e-3, 1e-2], schedule=["cosine", "wsd"])
+    assert branched(out) == {"parent": str(parent), "step": 8, "changed": changed}
+    last = newest_checkpoint(out)
+    assert last["loader"]["position"] == 8 * 8 + 4 * 16
+    assert last["scaler"]["scale"] == 2.0**16  # which a scaler begins with
     assert listing(parent) == before
-
-
-def test_a_branch_may_have_another_dtype(parent, folder, out):
-    train(folder, out, branch_from=parent / "model_00008.pt", dtype="float16", **OPTIONS)
-    assert newest_checkpoint(out)["scaler"]["scale"] == 2.0**16  # which a scaler begins with
 
 
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
@@ -356,8 +335,8 @@ def train_with(script, args, step=None, checkpoint=None):
     def scripted(model, loader, parts):
         return train_gpt2.ValLoss(script[parts.loader.position // 8], 1.0)
 
-    with patched(train_gpt2, "evaluate_val_loss", scripted):
-        killed_at(step, checkpoint, args)
+    train_gpt2.evaluate_val_loss = scripted
+    killed_at(step, checkpoint, args)
 
 
 def assert_best_is(out_dir, step, loss):
