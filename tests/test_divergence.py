@@ -40,10 +40,10 @@ def train_with_a_nan_on_rank_1(args):
         train_gpt2.main(args)
 
 
-def test_a_nan_on_one_rank_stops_both_before_the_update(data, out, tmp_path):
+def test_a_nan_on_one_rank_stops_both_before_the_update(data, out):
     """Step 3 of 8 windows, micro-step 0 of B = 2 on rank 1: windows 24 + (0 * 2 + 1) * 2 = 26, 27; tokens 416, 432."""
-    options = dict(shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
-    text, text_of_rank_1 = run(train_with_a_nan_on_rank_1, tiny_flags(data, out, **options), ranks=2, ends=[2, 2])
+    args = tiny_flags(data, out, shuffle=False, batch_size=2, checkpoint_every=1, keep_checkpoints=9)
+    text, text_of_rank_1 = run(train_with_a_nan_on_rank_1, args, ranks=2, ends=[2, 2])
     error = error_in(text)
     assert "Training diverged in step 3: the loss is nan" in error
     # and not token 384, rank 0's in that micro-step
@@ -51,10 +51,7 @@ def test_a_nan_on_one_rank_stops_both_before_the_update(data, out, tmp_path):
     # without a torchrun that ends it, rank 1 waits for rank 0 to speak and then says the same
     assert text_of_rank_1 == error + "\n"
     assert sorted(read_log(out)) == [0, 1, 2]
-    # without the NaN the same command continues to the end, from the last weights before it
-    train(data, out, **options)
-    train(data, tmp_path / "straight", **options)
-    assert np.allclose(losses(out), losses(tmp_path / "straight"), atol=2e-5, rtol=0)
+    assert steps_of(out) == [1, 2, 3]
 
 
 def infinite(model, loss):

@@ -1,7 +1,6 @@
 """A failure on one rank ends all of them with its message, and ranks that do not agree or meet do not train."""
 
 import datetime
-import itertools
 import os
 import shutil
 import threading
@@ -14,16 +13,13 @@ import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.system import devices, distributed
 
-import edits
-from edits import train_changed
+from edits import GELU, train_changed, write_trainer
 from harness import (
     at_steps,
     change_meta,
     error_in,
     forked_torchrun,
     losses,
-    make_shards,
-    patched,
     read_log,
     run,
     steps_of,
@@ -37,60 +33,44 @@ def train_as(args_of_ranks):
     train_gpt2.main(args_of_ranks[int(os.environ["RANK"])])
 
 
-@pytest.fixture
-def refusal_of_two(folder, out):
-    """refusal_of_two(**changes): the error where rank 1 has these settings and rank 0 does not; neither trains."""
-
-    def refuse(**changes):
-        args = [tiny_flags(folder, out), tiny_flags(**dict(data=folder, out_dir=out) | changes)]
-        said, _ = run(train_as, args, ranks=2, ends=[2, 2])
-        assert not out.exists()
-        return error_in(said)
-
-    return refuse
+def check_disagreement(said, out, *words):
+    """Rank 1 differs in each of these, says rank 0, and nothing is written."""
+    error = error_in(said[0])
+    assert error.startswith("error: Rank 1 does not agree with rank 0: ")
+    for each in words:
+        assert each in error
+    assert not out.exists()
 
 
-def test_a_flag_that_rank_0_does_not_have_is_refused(refusal_of_two):
-    assert "Rank 1 does not agree with rank 0: --weight-decay is 0.5 instead of" in refusal_of_two(weight_decay=0.5)
+def test_ranks_with_different_data_are_refused(folder, out, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    for path in copy.glob("*.npy"):
+        np.save(path, np.load(path)[::-1])
+    change_meta(copy, tokenizer="bytes+chat")
+    said = run(train_as, [tiny_flags(data, out) for data in (folder, copy)], ranks=2, ends=[2, 2])
+    check_disagreement(
+        said, out, "the training data is ", "the validation data is ", "the tokenizer is bytes+chat instead of bytes."
+    )
 
 
-@pytest.mark.parametrize("name, kind", [("train_000001", "training"), ("val_000000", "validation")])
-def test_ranks_with_different_data_are_refused(name, kind, refusal_of_two, folder, tmp_path):
-    mixed = shutil.copytree(folder, tmp_path / "mixed")
-    other = make_shards(tmp_path / "other", seed=1)
-    shutil.copy(other / f"tiny_{name}.npy", mixed)
-    assert f"Rank 1 does not agree with rank 0: the {kind} data is " in refusal_of_two(data=mixed)
-
-
-def test_ranks_whose_data_have_different_tokenizers_are_refused(refusal_of_two, folder, tmp_path):
-    chats = shutil.copytree(folder, tmp_path / "chats")
-    change_meta(chats, tokenizer="bytes+chat")
-    said = refusal_of_two(data=chats)
-    assert "Rank 1 does not agree with rank 0: the tokenizer is bytes+chat instead of bytes." in said
-
-
-def train_own_file(paths, args):
-    train_changed(paths[int(os.environ["RANK"])], args)
-
-
-def test_ranks_with_different_code_are_refused(folder, out, tmp_path):
-    paths = []
-    for name, edit in (("ours", {}), ("theirs", {edits.GELU: "self.c_proj(self.c_fc(x))"})):
-        (tmp_path / name).mkdir()
-        paths.append(edits.write_trainer(tmp_path / name / "train_gpt2.py", edit))
-    said, _ = run(train_own_file, paths, tiny_flags(folder, out), ranks=2, ends=[2, 2])
-    assert "Rank 1 does not agree with rank 0: the version of train_gpt2.py is" in error_in(said)
-
-
-def train_with_an_older_torch_on_rank_1(args):
-    if os.environ["RANK"] == "1":
+def train_with_other_versions_on_rank_1(paths, args):
+    rank = int(os.environ["RANK"])
+    if rank == 1:
         torch.__version__ = "2.0"
-    train_gpt2.main(args)
+        args = [*args, "--weight-decay", "0.5"]
+    train_changed(paths[rank], args)
 
 
-def test_ranks_with_different_versions_of_torch_are_refused(folder, out):
-    said, _ = run(train_with_an_older_torch_on_rank_1, tiny_flags(folder, out), ranks=2, ends=[2, 2])
-    assert "Rank 1 does not agree with rank 0: the version of torch is 2.0 instead" in error_in(said)
+def test_ranks_with_different_flags_and_versions_are_refused(folder, out, tmp_path):
+    paths = []
+    for activation in ("relu", "tanh"):
+        (tmp_path / activation).mkdir()
+        edit = {GELU: f"self.c_proj(torch.{activation}(self.c_fc(x)))"}
+        paths.append(write_trainer(tmp_path / activation / "train_gpt2.py", edit))
+    said = run(train_with_other_versions_on_rank_1, paths, tiny_flags(folder, out), ranks=2, ends=[2, 2])
+    check_disagreement(
+        said, out, "--weight-decay is 0.5 instead of", "version of train_gpt2.py is ", "torch is 2.0 instead"
+    )
 
 
 def test_windows_that_ranks_cannot_share_are_refused(folder, out):
@@ -108,28 +88,24 @@ def fail_on_rank_1(args):
         train_gpt2.main(args)
 
 
-@pytest.mark.parametrize("when", ["before the first step", "in a step"])
-def test_a_rank_that_is_not_at_fault_says_so_in_one_line(when, folder, out):
-    """As where one node lacks the data."""
+@pytest.mark.parametrize("fault", ["missing", "The disk is gone."])
+def test_a_rank_that_is_not_at_fault_says_so_in_one_line(fault, folder, out):
+    """As where one node lacks the data, or in a step."""
     function, args = fail_on_rank_1, tiny_flags(folder, out)
-    if when == "before the first step":
+    if fault == "missing":
         function, args = train_as, [args, tiny_flags(folder.parent / "missing", out)]
     first, second = run(function, args, ranks=2, ends=[2, 2])
     assert first.splitlines()[-1] == "error: Another rank has ended. Its own output says why."
-    assert "missing" in error_in(second) or "The disk is gone." in error_in(second)
+    assert fault in error_in(second)
     assert "Traceback" not in first + second
 
 
 def train_on_a_gpu_before_ampere_on_rank_1(args):
     """As far as dtypes are concerned."""
     choose_dtype = devices.choose_dtype
-
-    def choose(name, device, is_wide=False):
-        with patched(torch.cuda, "get_device_capability", lambda device: (7, 5)):
-            return choose_dtype(name, torch.device("cuda"), is_wide)
-
     if os.environ["RANK"] == "1":
-        devices.choose_dtype = choose
+        torch.cuda.get_device_capability = lambda device: (7, 5)
+        devices.choose_dtype = lambda name, device, is_wide=False: choose_dtype(name, torch.device("cuda"), is_wide)
     train_gpt2.main(args)
 
 
@@ -142,9 +118,10 @@ def test_a_dtype_that_one_rank_lacks_is_refused(folder, out):
 
 def test_all_ranks_train_in_the_dtype_of_rank_0(folder, out, tmp_path):
     """The mean of their gradients would be wrong, as float16's are scaled."""
-    run(train_on_a_gpu_before_ampere_on_rank_1, tiny_flags(folder, out, dtype="auto", max_steps=2), ranks=2)
-    train(folder, tmp_path / "one", max_steps=2)
-    assert np.allclose(losses(out), losses(tmp_path / "one"), atol=2e-5, rtol=0)
+    options = dict(max_steps=2, val_every=0)
+    run(train_on_a_gpu_before_ampere_on_rank_1, tiny_flags(folder, out, dtype="auto", **options), ranks=2)
+    train(folder, tmp_path / "one", **options)
+    assert losses(out) == pytest.approx(losses(tmp_path / "one"), abs=2e-5)
 
 
 # rank 1 of 2, and nobody listens where it looks for rank 0
@@ -172,17 +149,15 @@ def test_ranks_that_cannot_meet_do_not_train(environment, words, folder, out, mo
 
 
 def train_with_a_defect_on_rank_1(args):
-    """Rank 1 fails alone after its trial, in its fifth pass; shutting down waits for the other, as NCCL's does."""
-    passes = itertools.count()
+    """Rank 1 fails alone in its step 2; shutting down waits for the other, as NCCL's does."""
 
-    def forward(self, *args, **options):
-        if os.environ["RANK"] == "1" and next(passes) == 6:
+    def fail(step, parts):
+        if step == 2 and parts.world.rank == 1:
             raise ValueError("a defect")
-        return whole_forward(self, *args, **options)
 
-    with patched(train_gpt2.GPT, "forward", forward) as whole_forward:
-        with patched(torch.distributed, "destroy_process_group", lambda: threading.Event().wait()):
-            train_gpt2.main(args)
+    torch.distributed.destroy_process_group = threading.Event().wait
+    with at_steps(fail):
+        train_gpt2.main(args)
 
 
 def test_a_rank_that_fails_alone_ends_at_once_with_its_error(data, out):
@@ -195,7 +170,7 @@ def train_with_blocks_skipped_on_rank_1(args):
     """Rank 1 leaves the blocks out from its step 3 on, as stochastic depth may, and rank 0 waits for them."""
 
     def skip(step, parts):
-        if os.environ["RANK"] == "1" and step == 3:
+        if step == 3 and parts.world.rank == 1:
             train_gpt2.Block.forward = lambda self, x, cache: x
 
     with at_steps(skip):
@@ -214,7 +189,8 @@ def train_with_a_pause_on_rank_1(args):
         if step == 2 and parts.world.rank == 1:
             time.sleep(3)
 
-    with patched(distributed, "STEP_TIMEOUT", datetime.timedelta(seconds=1)), at_steps(pause):
+    distributed.STEP_TIMEOUT = datetime.timedelta(seconds=1)
+    with at_steps(pause):
         train_gpt2.main(args)
 
 
