@@ -10,6 +10,8 @@ import torch
 import train_gpt2
 from plumbing.run.checkpoint import newest_checkpoint
 from plumbing.run.logs import read_starts
+from plumbing.run.start import EVALUATION
+from plumbing.system.distributed import World
 from torch.nn import functional as F
 from train_gpt2 import GPT, PRESETS, GPTConfig, TrainConfig, get_batch_size, get_lr
 
@@ -24,7 +26,6 @@ from harness import (
     refused_run,
     samples,
     status_of,
-    tiny_flags,
     tiny_model,
     train,
 )
@@ -41,8 +42,10 @@ def test_without_a_flag_the_recipe_is_gpt3s_for_its_small_model():
 
 RATES = {  # {step: learning rate}
     # the first step learns already, the warm-up ends at the peak, and half way down is the mean of the two ends
-    "GPT-2's": (PRESETS["gpt2"], {0: 6e-4 / 715, 356: 6e-4 * 357 / 715, 714: 6e-4, 715: 6e-4, 9894: 3.3e-4}),
-    "GPT-2's end": (PRESETS["gpt2"], {19073: 6e-5, 30000: 6e-5}),
+    "GPT-2's": (
+        PRESETS["gpt2"],
+        {0: 6e-4 / 715, 356: 6e-4 * 357 / 715, 714: 6e-4, 715: 6e-4, 9894: 3.3e-4, 19073: 6e-5, 30000: 6e-5},
+    ),
     # min + (max - min) * (1 + cos(pi/4)) / 2 = 0.1 + 0.9 * 0.853553 = 0.868198, and 0.1 + 0.9 * 0.146447
     "the cosine at its quarters": (
         TrainConfig(warmup_steps=10, max_steps=110, max_lr=1.0, min_lr=0.1),
@@ -68,11 +71,11 @@ def test_the_learning_rate_at_the_steps_that_matter(name):
     assert {step: get_lr(step, config) for step in rates} == pytest.approx(rates)
 
 
-@pytest.mark.parametrize("billions, size", [(0, 1), (1, 4), (2, 8), (3, 12), (3.999, 15), (4, 16), (10, 16)])
-def test_the_batch_grows_in_steps_of_32k_over_the_ramp(billions, size):
+def test_the_batch_grows_in_steps_of_32k_over_the_ramp():
     """GPT-3's 13B: from 32K to full over the first 4 billion tokens. 2^19 is 16 times 32K."""
     config = TrainConfig(batch_ramp=4 * 10**9)
-    assert get_batch_size(billions * 10**9, config) == size * 2**15
+    sizes = {0: 1, 1: 4, 2: 8, 3: 12, 3.999: 15, 4: 16, 10: 16}
+    assert {billions: get_batch_size(billions * 10**9, config) / 2**15 for billions in sizes} == sizes
 
 
 def test_steps_of_a_ramp_read_all_of_their_windows_and_the_speed_is_theirs(large, out, monkeypatch):
@@ -205,16 +208,13 @@ def test_a_run_does_not_continue_with_another_value_of_a_setting_of_its_recipe(n
     assert listing(out_dir) == before
 
 
-def test_a_limit_that_no_gradient_reaches_changes_no_loss(data, tmp_path):
-    for limit in (0, 9999):
-        train(data, tmp_path / f"{limit}", grad_clip=limit, max_steps=2)
-    assert log_lines(tmp_path / "0") == log_lines(tmp_path / "9999")
-
-
-def test_recomputing_activations_changes_no_loss(data, tmp_path):
-    for name in ("no", "yes"):
-        train(data, tmp_path / name, activation_checkpointing=name == "yes", max_steps=3)
-    assert log_lines(tmp_path / "no") == log_lines(tmp_path / "yes")
+@pytest.mark.parametrize("name, values", [("grad_clip", (0, 9999)), ("activation_checkpointing", (False, True))])
+def test_a_limit_that_no_gradient_reaches_and_recomputing_activations_change_no_loss(name, values, data, tmp_path):
+    logs = []
+    for value in values:
+        train(data, tmp_path / f"{value}", max_steps=3, **{name: value})
+        logs.append(log_lines(tmp_path / f"{value}"))
+    assert logs[0] == logs[1]
 
 
 class Dropping(train_gpt2.MLP):
@@ -254,11 +254,7 @@ def test_another_seed_reads_in_another_order_and_draws_other_samples(seeds):
 def test_a_step_whose_targets_are_all_masked_learns_nothing(out, tmp_path):
     """The first step's 8 windows of 16."""
     folder = make_shards(tmp_path / "data", masks=True)
-    path = folder / "tiny_train_000001.mask"
-    mask = np.load(path)
-    mask[: 8 * 16 + 1] = 0
-    with open(path, "wb") as file:
-        np.save(file, mask)
+    np.load(folder / "tiny_train_000001.mask", mmap_mode="r+")[: 8 * 16 + 1] = 0
     train(folder, out, shuffle=False, weight_decay=0, val_every=1, max_steps=2)
     before, after_masked, after_other = losses(out, "val")
     assert losses(out)[0] == 0
@@ -278,21 +274,15 @@ def test_the_rate_of_every_group_follows_the_schedule():
     muon, adamw = at_step(4, warmup_steps=10, max_lr=1e-3, muon_lr=0.02)
     assert [group["lr"] for group in adamw] == pytest.approx([5e-4] * 2)
     assert [group["lr"] for group in muon] == pytest.approx([0.01] * 4)
+    assert all(group["fused"] and group["eps"] == 1e-8 for group in adamw)
 
 
 @pytest.mark.parametrize(
-    "warmup, step, momentum",
-    [(300, 0, 0.85), (300, 150, 0.90), (300, 300, 0.95), (300, 5000, 0.95), (200, 150, 0.925), (0, 0, 0.95)],
+    "warmup, step, momentum", [(300, 0, 0.85), (300, 150, 0.90), (300, 5000, 0.95), (200, 150, 0.925), (0, 0, 0.95)]
 )
 def test_muons_momentum_grows_over_its_warm_up(warmup, step, momentum):
     muon, _ = at_step(step, muon_momentum_warmup=warmup)
     assert muon[0]["momentum"] == pytest.approx(momentum)
-
-
-def test_the_flops_of_a_token_are_those_of_the_palm_convention():
-    """Weights in matmuls: 3 blocks of 12 * 48^2, and the head's 320 * 48; 98,304 in all."""
-    model = tiny_model(n_layer=3, n_embd=48, block_size=40)
-    assert model.flops_per_token(40) == 6 * 98_304 + 12 * 3 * 40 * 48
 
 
 def GPT_on_meta(config):
@@ -351,12 +341,6 @@ def test_muon_takes_the_matrices_of_the_blocks_and_weight_decay_spares_98_tensor
     assert (len(spared["params"]), total(spared["params"])) == (98, 121_344)
 
 
-def test_adamw_is_that_of_gpt3():
-    (adamw,) = train_gpt2.configure_optimizers(tiny_model(), TrainConfig())
-    expected = dict(betas=(0.9, 0.95), eps=1e-8, fused=True)
-    assert expected.items() <= adamw.defaults.items()
-
-
 def newton_schulz_by_hand(G):
     """The iteration of Jordan et al. 2024 on one matrix in float64."""
     X = G / np.linalg.norm(G)
@@ -366,25 +350,28 @@ def newton_schulz_by_hand(G):
     return X
 
 
-@pytest.mark.parametrize("shape, split, scale", [((48, 16), 3, 1.0), ((64, 16), 1, 2.0), ((16, 64), 1, 1.0)])
+@pytest.mark.parametrize(
+    "shape, split, scale", [((48, 16), 3, 1.0), ((64, 16), 1, 2.0), ((16, 64), 1, 1.0), ((48, 4), 3, 2.0)]
+)
 def test_a_muon_step_equals_one_worked_matrix_by_matrix(shape, split, scale):
-    """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns) if tall, decayed."""
-    first = torch.nn.Parameter(torch.randn(shape))
-    second = torch.nn.Parameter(torch.randn(shape))  # one of the same shape, updated together with the first
-    group = {"params": [first, second], "split": split}
-    muon = train_gpt2.Muon([group], 0.02, momentum=0.9, weight_decay=0.1)
-    expected = first.detach().double().numpy().copy()
+    """Nesterov momentum, orthogonalized per query, key and value, scaled by sqrt(rows/columns) if tall, decayed.
+
+    Tall ones on top of each other are as of a gate and an up projection in one layer, or of stacked experts.
+    """
+    params = [torch.nn.Parameter(torch.randn(shape)) for _ in range(2)]  # of the same shape, updated together
+    muon = train_gpt2.Muon([{"params": params, "split": split}], 0.02, momentum=0.9, weight_decay=0.1)
+    expected = params[0].detach().double().numpy().copy()
     momentum = np.zeros(shape)
     for _ in range(3):
-        first.grad = torch.randn(shape)
-        second.grad = torch.randn(shape)
-        gradient = first.grad.double().numpy()
+        for p in params:
+            p.grad = torch.randn(shape)
+        gradient = params[0].grad.numpy()
         momentum = 0.9 * momentum + 0.1 * gradient
         parts = np.split(0.9 * momentum + 0.1 * gradient, split)
         update = np.concatenate([newton_schulz_by_hand(part) for part in parts])
         expected = expected * (1 - 0.02 * 0.1) - 0.02 * scale * update
         muon.step()
-    np.testing.assert_allclose(first.detach(), expected, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(params[0].detach(), expected, atol=1e-3, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -419,11 +406,11 @@ def test_a_run_of_passes_may_have_a_branch_of_steps_or_other_passes(changes, ste
     assert settings_of(out)[0] == len(losses(out)) == steps
 
 
-def test_passes_are_over_all_folders(small, out, tmp_path):
+def test_passes_are_over_all_folders(small, tmp_path):
     """97 windows in one, 62 in the other: 159 are 19.9 steps of 8."""
     other = make_shards(tmp_path / "other", (2000, 1000))
-    train((small, other), out, passes=1, val_every=0)
-    assert len(losses(out)) == 20
+    config = TrainConfig(sequence_length=16, total_batch_size=128, passes=1)
+    assert train_gpt2.count_steps(config, [small, other]) == 20
 
 
 @pytest.mark.parametrize("passes", [0.1, 0.25, 0.5, 1, 3])
@@ -448,8 +435,7 @@ def test_twenty_tokens_for_each_of_gpt2s_parameters():
     assert train_gpt2.count_steps(TrainConfig(tokens_per_parameter=20), []) == 4748
 
 
-def test_an_evaluation_has_no_use_for_passes(run_of, out):
-    weights, settings = run_of()
-    train_gpt2.main(tiny_flags(settings["data"], out, passes=0.1, init_from=weights) + ["--max-steps", "0"])
-    assert [*read_log(out, "val")] == [0]
-    assert not read_log(out)
+def test_an_evaluation_has_no_use_for_passes(folder):
+    typed = dict(data=(str(folder),), max_steps=0, passes=0.1)
+    config, _ = train_gpt2.make_config({}, typed, World(), kind=EVALUATION)
+    assert config.max_steps == 0

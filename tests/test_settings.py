@@ -4,11 +4,11 @@ import pytest
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.run.checkpoint import newest_checkpoint
-from plumbing.run.start import begin
+from plumbing.run.start import TUNED, begin
 from plumbing.system.distributed import World, join_ranks
 from train_gpt2 import PRESETS, TrainConfig, make_config
 
-from harness import flags, make_shards, run, status_of, train
+from harness import flags, make_shards, refusal_of, run, train
 
 SETTINGS = vars(TrainConfig())
 CAN_BE_TYPED = [name for name, value in SETTINGS.items() if value not in (None, "", ())]
@@ -18,26 +18,24 @@ CAN_BE_TYPED = [name for name, value in SETTINGS.items() if value not in (None, 
 @pytest.mark.parametrize("name", CAN_BE_TYPED)
 def test_a_default_that_is_typed_is_the_default(name, preset, data):
     """A vocabulary of 0 is the tokenizer's, as without the flag."""
-    typed = {
-        "preset": preset,
-        "data": (str(data),),
-    }
-    default = make_config({}, typed, World())[0]
-    typed.setdefault(name, getattr(PRESETS[preset], name))
-    if name == "vocab_size":
-        typed[name] = 0
-    assert make_config({}, typed, World())[0] == default
+    typed = dict(preset=preset, data=(str(data),))
+    value = 0 if name == "vocab_size" else getattr(PRESETS[preset], name)
+    assert make_config({}, {name: value} | typed, World())[0] == make_config({}, typed, World())[0]
 
 
 @pytest.mark.parametrize("typed", [{}, {"vocab_size": 0}])
 def test_a_vocabulary_of_0_is_that_of_the_weights_in_an_evaluation(typed, data):
     inherited = vars(train_gpt2.GPTConfig(vocab_size=384, block_size=16))
-    typed = typed | {
-        "data": (str(data),),
-        "max_steps": 0,
-        "total_batch_size": 1024,
-    }
+    typed = typed | dict(data=(str(data),), max_steps=0, total_batch_size=1024)
     assert make_config(inherited, typed, World())[0].vocab_size == 384
+
+
+@pytest.mark.parametrize("block_size, sequence_length", [(32, 32), (200, 128)])
+def test_fine_tuning_takes_the_block_size_of_the_model(block_size, sequence_length, data):
+    """And sequences as long, but no longer than the preset's."""
+    inherited = vars(train_gpt2.GPTConfig(block_size=block_size))
+    config, _ = make_config(inherited, dict(preset="quickstart", data=(str(data),)), World(), kind=TUNED)
+    assert (config.block_size, config.sequence_length) == (block_size, sequence_length)
 
 
 @pytest.mark.parametrize("name, choices", [("schedule", "cosine, wsd"), ("optimizer", "adamw, muon")])
@@ -48,55 +46,23 @@ def test_a_value_of_other_code_is_not_taken_for_one_of_this_code(name, choices, 
         make_config({name: "flat"}, {"data": (str(data),)}, World())
 
 
-@pytest.fixture
-def main():
-    """The trainer on a CPU."""
-
-    def run_main(*words):
-        assert status_of(train_gpt2.main, [*words, "--device", "cpu"]) == 0
-
-    return run_main
-
-
-def test_a_branch_keeps_a_vocabulary_that_is_not_padded(data, tmp_path, main):
-    train(data, tmp_path / "parent", vocab_size=257, max_steps=1)
-    main(*flags(branch_from=tmp_path / "parent", out_dir=tmp_path / "out", max_steps=2))
-    assert newest_checkpoint(tmp_path / "out")["config"]["vocab_size"] == 257
-
-
-def test_a_folder_alone_continues_a_run_whose_vocabulary_is_not_padded(data, out, main, capsys):
-    """And lists none of the settings, for which the command asks."""
+def test_a_branch_and_a_folder_alone_keep_a_vocabulary_that_is_not_padded(data, out, tmp_path, capsys):
+    """Without a list of the settings, for which the command asks."""
     train(data, out, vocab_size=257, max_steps=2, checkpoint_every=1)
+    words = flags(branch_from=out, out_dir=tmp_path / "branch", max_steps=3, device="cpu")
+    assert "Settings" not in refusal_of(train_gpt2.main, *words)[1]
+    assert newest_checkpoint(tmp_path / "branch")["config"]["vocab_size"] == 257
     (out / "model_00002.pt").unlink()
-    capsys.readouterr()
-    main("--out-dir", str(out))
+    assert "Settings" not in refusal_of(train_gpt2.main, "--out-dir", out)[1]
     assert newest_checkpoint(out)["step"] == 2
-    assert "Settings" not in capsys.readouterr().out
-
-
-def test_a_branch_keeps_the_shares_of_folders_that_are_typed_in_another_way(data, tmp_path, main):
-    other = make_shards(tmp_path / "other", seed=1)
-    train((data, other), tmp_path / "parent", data_weights=(1, 3), max_steps=1)
-    typed = {
-        "branch_from": tmp_path / "parent",
-        "out_dir": tmp_path / "branch",
-        "max_steps": 2,
-        "data": (f"{data}/", f"{other}/"),
-    }
-    main(*flags(**typed))
-    assert tuple(newest_checkpoint(tmp_path / "branch")["config"]["data_weights"]) == (1.0, 3.0)
 
 
 def start_with_own_paths(folder):
     """Start as a rank on a node that has other paths and another device."""
     with join_ranks({"device": "cpu"}) as world:
         rank = world.rank
-        typed = {
-            "data": (f"{folder}/data{rank}",),
-            "out_dir": f"{folder}/out{rank}",
-            "hellaswag_data": f"{folder}/{rank}.jsonl",
-            "device": f"cuda:{rank}",
-        }
+        paths = dict(data=(f"{folder}/data{rank}",), out_dir=f"{folder}/out{rank}", hellaswag_data=f"{folder}/{rank}")
+        typed = paths | {"device": f"cuda:{rank}"}
         with begin(PRESETS, typed, make_config, model_class=train_gpt2.GPT, world=world) as start:
             assert typed.items() <= vars(start.config).items()
 

@@ -17,19 +17,17 @@ import sample
 import torch
 import train_gpt2
 from plumbing.data import tokenizers
-from plumbing.run.checkpoint import PeerConfig, load_checkpoint, newest_checkpoint, unpickle
+from plumbing.run.checkpoint import PeerConfig, load_checkpoint, unpickle
+from plumbing.run.logs import read_starts
 
 from harness import (
     Touch,
     assert_same_tensors,
     at_steps,
     change_checkpoint,
-    flags,
     losses,
     printed_commands,
     refused,
-    refused_run,
-    status_of,
     tiny_flags,
     tiny_model,
     train,
@@ -37,36 +35,34 @@ from harness import (
 
 
 @pytest.mark.gpt2
-def test_a_checkpoint_is_plain_data_with_gpt2s_names(data, out):
+def test_a_checkpoint_is_plain_data_with_gpt2s_names(finished):
     """Which torch's safe loader reads without any class of ours; no prefixes, weights tied in the file."""
-    train(data, out, max_steps=1)
-    checkpoint = torch.load(out / "model_00001.pt", weights_only=True)
+    checkpoint = torch.load(finished, weights_only=True)
     weights = checkpoint["model"]
     assert len(weights) == 2 + 2 * 12 + 2 + 1
     assert all(name.startswith(("transformer.", "lm_head.")) for name in weights)
-    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert weights["lm_head.weight"].data_ptr() == weights["transformer.wte.weight"].data_ptr()
     assert {"optimizer", "loader", "val_loss"} <= checkpoint.keys()
     assert (checkpoint["step"], checkpoint["tokenizer"]) == (1, "bytes")
-    config = checkpoint["config"]
-    assert (config["n_embd"], config["vocab_size"]) == (32, 320)
+    assert {"n_embd": 32, "vocab_size": 320}.items() <= checkpoint["config"].items()
 
 
 @pytest.fixture(scope="module")
 def scripted(folder):
-    """The folder of a run of the real script in a real process."""
+    """The folder of a run of the real script in a real process, of which nothing is noted."""
     out = folder.parent / "out"
     args = tiny_flags(folder, out, sample_every=12)
     done = subprocess.run([sys.executable, train_gpt2.__file__, *args], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "note: " not in done.stdout
     return out
 
 
 def test_a_run_leaves_its_checkpoints_texts_code_and_model(scripted):
-    names = {"hf", "log.txt", "run.txt", "samples.txt", "model_00008.pt", "model_00012.pt"}
     [source] = scripted.glob("train_gpt2-*.py")
-    assert {path.name for path in scripted.iterdir()} == {*names, source.name}
+    names = {"hf", "log.txt", "run.txt", "samples.txt", "model_00008.pt", "model_00012.pt", source.name}
+    assert {path.name for path in scripted.iterdir()} == names
     assert source.read_bytes() == Path(train_gpt2.__file__).read_bytes()
 
 
@@ -112,40 +108,23 @@ def test_a_run_starts_from_the_weights_of_another(name, limit, trained, folder, 
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("positions, ids", [(80, 448), (16, 320)])
-def test_surplus_positions_and_ids_are_dropped_and_new_ones_made_of_the_others(positions, ids, trained, folder, out):
+def test_surplus_positions_and_ids_are_dropped_and_new_ones_made_of_the_others(positions, ids):
     """New positions are the first ones once more, and new ids the mean of the others."""
-    still = dict(max_steps=1, max_lr=1e-12, min_lr=0, val_every=0)
-    train(folder, out, init_from=trained, block_size=positions, vocab_size=ids, **still)
-    before, after = newest_checkpoint(trained)["model"], newest_checkpoint(out)["model"]
-    wpe, wte = before["transformer.wpe.weight"], before["transformer.wte.weight"]
-    expected = dict(wpe=torch.cat([wpe, wpe])[:positions], wte=torch.cat([wte, wte.mean(0).expand(64, -1)])[:ids])
-    for name, weight in expected.items():
-        torch.testing.assert_close(after[f"transformer.{name}.weight"], weight, atol=1e-6, rtol=0)
+    weights = tiny_model(block_size=64, vocab_size=384).state_dict()
+    extended = tiny_model(seed=1, block_size=positions, vocab_size=ids).extend(weights)
+    wpe, wte = weights["transformer.wpe.weight"], weights["transformer.wte.weight"]
+    assert torch.equal(extended["transformer.wpe.weight"], torch.cat([wpe, wpe])[:positions])
+    rows = torch.cat([wte, wte.mean(0).expand(64, -1)])[:ids]
+    assert torch.equal(extended["transformer.wte.weight"], rows)
+    assert torch.equal(extended["lm_head.weight"], rows)
 
 
-@pytest.mark.parametrize("block_size, expected", [(32, (32, 32)), (200, (200, 128))])
-def test_fine_tuning_takes_the_block_size_of_the_model(block_size, expected, folder, out, tmp_path):
-    """And sequences as long, but no longer than the preset's."""
-    first = tmp_path / "first"
-    train(folder, first, max_steps=1, block_size=block_size)
-    words = flags(preset="quickstart", data=folder, out_dir=out, init_from=first, max_steps=1, device="cpu")
-    assert status_of(train_gpt2.main, words) == 0
-    config = newest_checkpoint(out)["config"]
-    assert (config["block_size"], config["sequence_length"]) == expected
-
-
-def test_a_run_needs_the_model_that_it_started_from_no_more(folder, out, tmp_path):
+def test_a_run_needs_the_model_that_it_started_from_no_more(finished, folder, out, tmp_path):
     """Whose folder is the same with a slash behind it."""
-    first = tmp_path / "first"
-    train(folder, first, max_steps=1)
+    first = shutil.copytree(finished.parent, tmp_path / "first")
     train(folder, out, init_from=first, max_steps=1)
-    first.rename(tmp_path / "gone")
+    shutil.rmtree(first)
     assert "is finished" in train(folder, out, init_from=f"{first}/", max_steps=1)
-
-
-def test_sequences_that_are_longer_than_the_model_are_refused(trained, folder, out):
-    words = flags(data=folder, out_dir=out, init_from=trained, sequence_length=128)
-    assert "--sequence-length 128" in refused(train_gpt2.main, *words)
 
 
 class GPTConfig:
@@ -207,13 +186,11 @@ def test_a_peers_script_may_have_been_imported_by_any_of_its_names(module, tmp_p
 def test_names_of_wrappers_are_left_out_wherever_they_stand(wrapper, peers):
     """As block by block they are compiled or shared out. And others call the weights model_state_dict."""
     folder, expected = peers
-
-    def wrap(content):
-        weights = {re.sub(r"(\.h\.\d+\.)", rf"\1{wrapper}", name): weight for name, weight in expected.items()}
-        content.update(model_state_dict={f"{wrapper}{name}": weight for name, weight in weights.items()})
-        content.pop("model")
-
-    change_checkpoint(folder / "ckpt.pt", wrap)
+    content = torch.load(folder / "ckpt.pt", weights_only=True)
+    names = {name: wrapper + re.sub(r"(\.h\.\d+\.)", rf"\1{wrapper}", name) for name in expected}
+    content["model_state_dict"] = {names[name]: weight for name, weight in expected.items()}
+    del content["model"]
+    torch.save(content, folder / "ckpt.pt")
     assert_same_tensors(dict(train_gpt2.load_model(str(folder / "ckpt.pt"))[0].state_dict()), dict(expected))
 
 
@@ -247,18 +224,17 @@ def test_what_is_not_there_and_a_folder_without_a_model_are_told_apart(tmp_path,
 def test_the_newest_run_in_a_folder_of_runs_is_named(tmp_path):
     """Before there is a log/model_*.pt, people ask for log, where the quick start has made its own folder."""
     for name in ("old", "quickstart"):
-        (tmp_path / "log" / name).mkdir(parents=True)
-        (tmp_path / "log" / name / "model_00001.pt").touch()
-    os.utime(tmp_path / "log" / "old", (0, 0))
-    newest = f"The newest run is in {tmp_path / 'log' / 'quickstart'}"
-    assert newest in refused(sample.main, "Hi", "-m", tmp_path / "log")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_00001.pt").touch()
+    os.utime(tmp_path / "old", (0, 0))
+    assert f"The newest run is in {tmp_path / 'quickstart'}" in refused(sample.main, "Hi", "-m", tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "uint8", "bool"])
-def test_numbers_of_numpy_in_a_checkpoint_are_read(dtype, peers):
+def test_numbers_of_numpy_in_a_checkpoint_are_read(peers):
     """A fork of nanoGPT keeps its best loss so. What a file holds beside its model does not matter here."""
     path = peers[0] / "ckpt.pt"
-    change_checkpoint(path, lambda content: content.update(best_val_loss=np.dtype(dtype).type(1)))
+    numbers = [np.dtype(name).type(1) for name in ("float64", "float32", "float16", "int64", "uint8", "bool")]
+    change_checkpoint(path, lambda content: content.update(best=numbers))
     assert train_gpt2.load_model(str(path))[0].config.n_layer == 2
 
 
@@ -276,16 +252,12 @@ def finished(folder):
     return folder.parent / "finished" / "model_00001.pt"
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_copy_of_the_trainer_is_the_same_code_unless_it_is_changed(is_same, finished, folder, out, tmp_path):
-    """Whatever its name."""
+def test_a_copy_of_the_trainer_under_another_name_is_the_same_code(finished, folder, out, tmp_path):
     path = shutil.copy(finished, tmp_path)
     [copy] = load_checkpoint(path)["code"].values()
-    own = "train_gpt2-01234567.py"
-    code = {"train_base.py": copy.replace("gpt2", "base")} if is_same else {"train_gpt2.py": own}
+    code = {"train_base.py": copy.replace("gpt2", "base")}
     change_checkpoint(path, lambda content: content.update(code=code))
-    said = train(folder, out, init_from=path, max_steps=0)
-    assert ("other code" in said) != is_same
+    assert "other code" not in train(folder, out, init_from=path, max_steps=0)
 
 
 def test_what_a_checkpoint_and_a_folder_hold_steers_no_terminal(finished, folder, out, tmp_path):
@@ -324,21 +296,11 @@ def test_no_tensor_of_a_run_stays_in_the_process(folder, tmp_path, monkeypatch):
     assert len(set(counts)) == 1
 
 
-def test_a_run_whose_folder_cannot_be_opened_leaves_the_signal_handlers_as_they_were(folder, out):
-    before = signal.getsignal(signal.SIGTERM)
-    (out / "run.txt").mkdir(parents=True)
-    refused_run(dict(data=folder, out_dir=out))
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 def test_from_python_the_command_is_that_of_the_words_that_were_passed(data, out, monkeypatch):
     """In run.txt and after a stop, whatever the process was started with."""
     monkeypatch.setattr("sys.argv", ["a_notebook.py", "--its-own", "7"])
-    args = tiny_flags(data, out, sample_prompt="It's")
     with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGTERM)):
         said = train(data, out, sample_prompt="It's")
-    command = ["python", os.path.relpath(train_gpt2.__file__), *args]
+    command = ["python", os.path.relpath(train_gpt2.__file__), *tiny_flags(data, out, sample_prompt="It's")]
     assert printed_commands(said) == [command]
-    lines = (out / "run.txt").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith("command: ")]
-    assert shlex.split(line)[1:] == command
+    assert shlex.split(read_starts(out / "run.txt")[0]["command"]) == command
