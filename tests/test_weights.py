@@ -27,6 +27,7 @@ from harness import (
     change_checkpoint,
     losses,
     printed_commands,
+    refusal_of,
     refused,
     tiny_flags,
     tiny_model,
@@ -278,7 +279,7 @@ def test_what_a_checkpoint_and_a_folder_hold_steers_no_terminal(finished, folder
 
 def test_a_run_ends_well_where_transformers_cannot_be_imported(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    said = train(data, tmp_path / "out", max_steps=2)
+    _, said, _ = refusal_of(train_gpt2.main, *tiny_flags(data, tmp_path / "out", max_steps=2))
     assert f"note: No {tmp_path / 'out' / 'hf'} was written. import of transformers halted" in said
 
 
