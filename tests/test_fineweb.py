@@ -34,7 +34,7 @@ from corpora import (
     write_rows,
     write_texts,
 )
-from harness import ROOT, change_meta, full_disk, listing, patched, printed_commands, refused, run, status_of
+from harness import change_meta, full_disk, listing, patched, printed_commands, refused, run, status_of
 
 TEXTS = random_texts(60)
 
@@ -58,7 +58,7 @@ def make_small(path, **options):
 # ----- Shards -------------------------------------------------------------------------------------------
 
 
-def test_meta_json_describes_the_shards(path):
+def test_meta_json_and_the_last_lines_describe_the_shards(path, capsys):
     folder = make_small(path)
     lengths = {path.name: len(np.load(path)) for path in folder.glob("*.npy")}
     assert len(lengths) > 3
@@ -73,24 +73,19 @@ def test_meta_json_describes_the_shards(path):
         "shards": lengths,
         "complete": True,
     }
-
-
-def test_the_last_lines_say_how_much_there_is(path, capsys):
-    folder = make_small(path)
     train = len(read(folder, "*_train_*"))
-    val = len(read(folder, "*_val_*"))
     said = capsys.readouterr().out
-    assert f"{train:,} tokens to train on, {val:,} to validate on" in said
+    assert f"{train:,} tokens to train on, {meta['tokens'] - train:,} to validate on" in said
     assert "from 60 documents" in said
 
 
 @pytest.mark.parametrize("longest", [30, 3000])  # the second: most documents are longer than a shard
 def test_shards_hold_whole_documents_up_to_their_size(longest):
-    texts = random_texts(100, longest=longest)
+    texts = random_texts(60, longest=longest)
     folder = make_here(write_texts("a.jsonl", texts), shard_size=1000)
     assert holds(folder, texts)
     shards = [np.load(path) for path in folder.glob("*.npy")]
-    assert len(shards) > 5
+    assert len(shards) > 4
     for shard in shards:
         assert len(shard) <= 1000 or np.count_nonzero(shard == 256) == 1
 
@@ -154,16 +149,12 @@ def test_neither_lengths_nor_the_size_of_a_shard_change_the_splits():
 
 
 def test_of_a_large_text_fewer_documents_are_for_validation():
+    """But it is only as large as max_tokens."""
     path = write_texts("a.jsonl", random_texts(400, longest=3))
     assert 0 < len(documents(make_here(path, shard_size=30), "val")) < 8
-
-
-def test_a_text_is_as_large_as_max_tokens():
-    path = write_texts("a.jsonl", random_texts(400, longest=3))
-    folder = make_here(path, shard_size=300, max_tokens=3000)
+    folder = make_here(path, name="begin", shard_size=300, max_tokens=3000)
     val = len(documents(folder, "val"))
-    train = len(documents(folder, "train"))
-    assert val / (val + train) == pytest.approx(1 / 11, rel=0.2)
+    assert val / (val + len(documents(folder, "train"))) == pytest.approx(1 / 11, rel=0.2)
 
 
 def test_of_a_folder_of_files_those_for_validation_are_from_all_of_it():
@@ -183,7 +174,8 @@ def test_the_command_that_comes_next_trains_on_the_shards(length, capsys):
     fineweb.main(["--input", "a b.md", "--tokenizer", "bytes"])
     command = printed_commands(capsys.readouterr().out)[-1]
     assert Path(command[1]).name == "train_gpt2.py"
-    assert status_of(train_gpt2.main, [*command[2:], "--max-steps", "1", "--device", "cpu"]) == 0
+    small = ["--max-steps", "1", "--device", "cpu", "--n-layer", "1", "--n-embd", "32", "--n-head", "1"]
+    assert status_of(train_gpt2.main, [*command[2:], *small]) == 0
 
 
 @pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "\x1b[31m.txt"])
@@ -214,20 +206,19 @@ def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, 
 # ----- Cores and memory ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_proc, batch_bytes, queue_bytes", [(2, 5000, 10_000), (5, 100, 2**26)])
-def test_neither_cores_nor_batches_change_a_byte(path, num_proc, batch_bytes, queue_bytes, monkeypatch):
+def test_neither_cores_nor_batches_change_a_byte(path, monkeypatch):
     one = listing(make_small(path, name="one/out", num_proc=1))
-    monkeypatch.setattr(preparation, "BATCH_BYTES", batch_bytes)
-    monkeypatch.setattr(preparation, "QUEUE_BYTES", queue_bytes)
-    assert listing(make_small(path, name="more/out", num_proc=num_proc)) == one
+    monkeypatch.setattr(preparation, "BATCH_BYTES", 100)
+    monkeypatch.setattr(preparation, "QUEUE_BYTES", 1000)
+    assert listing(make_small(path, name="more/out", num_proc=5)) == one
 
 
-def measure_memory(tmp_path, key):
-    """Print the peak of memory for inputs of 2, 2 and 8 MB: the first one also imports what is imported late."""
+def measure_memory(tmp_path):
+    """Print the peak of memory for inputs of 2, 2 and 10 MB: the first one also imports what is imported late."""
     preparation.BATCH_BYTES = 100_000
     preparation.QUEUE_BYTES = 400_000
-    for number, count in enumerate((20, 20, 80)):
-        rows = [{"text": "A text."}, *[{key: "x" * 100_000}] * count, {"text": "Another."}]
+    for number, count in enumerate((10, 10, 50)):
+        rows = [{"text": "A text."}, *[{"text": "x" * 100_000}, {"other": "x" * 100_000}] * count]
         path = write_rows(tmp_path / f"{count}.jsonl", rows)
         tracemalloc.start()
         make(tmp_path, path, name=f"out{number}", shard_size=200_000, num_proc=4)
@@ -235,10 +226,9 @@ def measure_memory(tmp_path, key):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("key", ["text", "other"])
-def test_memory_does_not_grow_with_the_input(tmp_path, key):
+def test_memory_does_not_grow_with_the_input(tmp_path):
     """Neither that of texts nor that of rows that are left out. No other test's threads are in that process."""
-    [said] = run(measure_memory, tmp_path, key)
+    [said] = run(measure_memory, tmp_path)
     _, small, large = map(int, re.findall(r"peak (\d+)", said))
     assert large < small + 3_000_000
 
@@ -251,12 +241,10 @@ def make_in_small_blocks(tmp_path, name, path, max_tokens):
         return make(tmp_path, path, name=f"{name}/out", shard_size=2000, max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize("kind, max_tokens", [("jsonl", 0), ("jsonl", 30_000), ("txt", 0)])
-def test_after_kills_the_same_command_ends_with_the_same_bytes(tmp_path, path, kind, max_tokens):
-    if kind == "txt":
-        path = Path("a.txt")
-        path.write_text("\n".join(TEXTS), encoding="utf-8")
-    path = path.absolute()  # the processes are in another folder
+@pytest.mark.parametrize("name, max_tokens", [("a.jsonl", 30_000), ("a.txt", 0)])
+def test_after_kills_the_same_command_ends_with_the_same_bytes(tmp_path, path, name, max_tokens):
+    Path("a.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    path = Path(name).absolute()  # the processes are in another folder
     whole = listing(make_in_small_blocks(tmp_path, "whole", path, max_tokens))
     assert len(whole) > 8
     kill_again_and_again(make_in_small_blocks, tmp_path, "killed", path, max_tokens)
@@ -272,7 +260,7 @@ def test_a_finished_folder_can_be_used_by_several_processes(path, capsys):
     assert listing(folder) == before
 
 
-@pytest.mark.parametrize("length", [None, 0, 2000])
+@pytest.mark.parametrize("length", [None, 2000])
 def test_a_damaged_shard_is_made_again_by_one_process(path, length):
     folder = make_small(path)
     before = listing(folder)
@@ -306,19 +294,14 @@ def damage_line(path, number):
     return lines
 
 
-def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(path):
+def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(path, capsys):
+    """And knows the file afterwards."""
     lines = damage_line(path, 50)
     first = Path("out/out_train_000001.npy")
     written = first.stat().st_mtime_ns
-    write_lines(path, lines)
-    assert holds(make_small(path), TEXTS)
-    assert first.stat().st_mtime_ns == written
-
-
-def test_a_file_that_was_repaired_is_known_afterwards(path, capsys):
-    lines = damage_line(path, 50)
     write_lines(path, [*lines, '{"text": "more"}'])
-    make_small(path)
+    assert holds(make_small(path), [*TEXTS, "more"])
+    assert first.stat().st_mtime_ns == written
     make_small(path)
     assert "is complete" in capsys.readouterr().out
 
@@ -421,29 +404,22 @@ def test_a_quick_start_whose_shards_are_half_made_finishes_them(path, monkeypatc
 # ----- Importing ----------------------------------------------------------------------------------------
 
 
-def test_importing_runs_nothing(tmp_path):
+def test_importing_runs_nothing_and_a_text_needs_no_large_library(tmp_path):
+    """They take seconds, and of the addresses that a cluster allows (ulimit -v) more than there may be."""
     code = (
-        "import socket, sys\n"
+        "import os, socket, sys\n"
         "def refuse(*args): raise OSError('no network')\n"
         "socket.socket.connect = socket.create_connection = refuse\n"
         "import fineweb, smoltalk, tokenizer\n"
+        "print(os.listdir())\n"
+        "open('a.txt', 'w').write('A text.')\n"
+        "fineweb.main(['--input', 'a.txt', '--tokenizer', 'bytes'])\n"
         "slow = {'datasets', 'transformers', 'torch', 'pyarrow', 'huggingface_hub', 'tokenizers'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_the_limit_on_addresses_that_a_cluster_may_set_is_enough(tmp_path):
-    """Which is 2 GB with ulimit -v 2000000: this tokenizer leaves what the real ones need."""
-    path = write_texts("a.parquet", TEXTS)
-    code = "import fineweb; from plumbing.cli import console; console.run(fineweb.main); "
-    code += "print(open('/proc/self/status').read())"
-    args = ["--input", tmp_path / path, "--num-proc=2", "--tokenizer=bytes", "--out-dir", tmp_path / "out"]
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True)
-    assert int(re.search(r"VmPeak:\s+(\d+) kB", done.stdout)[1]) < 1_500_000, done
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("[]\n")
 
 
 # ----- Bad input ----------------------------------------------------------------------------------------
