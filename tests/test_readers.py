@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -56,13 +55,12 @@ def test_every_kind_of_rows_gives_the_tokens_of_a_plain_loop(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", "txt txt.zst md PY".split())
 def test_every_kind_of_text_is_one_document(kind):
-    text = "\n".join(random_texts(40))
+    text = "One\r\n\r\nTwo\rThree\n".join(random_texts(40))
     data = text.encode("utf-8-sig")
     if kind.endswith("zst"):
         data = pa.compress(data, codec="zstd", asbytes=True)
-    path = Path(f"data.{kind}")
-    path.write_bytes(data)
-    assert sorted(read(make_here(path))) == sorted(as_bytes([text]))
+    Path(f"data.{kind}").write_bytes(data)
+    assert sorted(read(make_here(f"data.{kind}"))) == sorted(as_bytes([text]))
 
 
 def test_a_column_of_a_table_may_have_a_dot_in_its_name():
@@ -72,8 +70,7 @@ def test_a_column_of_a_table_may_have_a_dot_in_its_name():
 
 
 def test_of_two_columns_of_one_name_the_first_is_named(capsys):
-    columns = [pa.array(["T"]), pa.array(["D"])]
-    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text"]), "a.parquet")
+    pq.write_table(pa.Table.from_arrays([["T"], ["D"]], names=["text", "text"]), "a.parquet")
     assert sorted(read(make_here("a.parquet"))) == sorted(as_bytes(["D"]))
     assert "not read: text given twice (1 value)" in capsys.readouterr().out
 
@@ -108,13 +105,6 @@ def test_a_short_text_is_whole_in_one_split(length, monkeypatch):
     folder = make_here("*.txt")
     assert holds(folder, texts)
     assert len(documents(folder, "val")) == 3
-
-
-def test_a_text_keeps_its_line_ends():
-    texts = [f"One{n}\r\n\r\nTwo\rThree\n" for n in range(20)]
-    for n, text in enumerate(texts):
-        Path(f"{n:02d}.txt").write_bytes(text.encode())
-    assert holds(make_here("*.txt"), texts)
 
 
 @pytest.mark.parametrize("first", ["<|endoftext|>", "a\r\nb"])
@@ -157,25 +147,22 @@ def pieces_of(text, size, separator=""):
     return [piece for piece, _ in readers.split_text(blocks, separator)]
 
 
-@pytest.mark.parametrize("size", [1, 7, 50])
+@pytest.mark.parametrize("size", [1, 50])
 @pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
 def test_a_long_text_is_cut_where_no_token_crosses(size, pattern):
     enc = train_small(pattern)
     rng = random.Random(0)
-    for _ in range(100):
+    for _ in range(50):
         scripts = [rng.choice(SCRIPTS) for _ in range(3)]
-        text = "".join(rng.choice(rng.choice(scripts)) for _ in range(300))
+        text = "".join(rng.choice(rng.choice(scripts)) for _ in range(200))
         pieces = pieces_of(text, size)
         assert "".join(pieces) == text
         ids = itertools.chain.from_iterable(map(enc.encode_ordinary, pieces))
         assert list(ids) == enc.encode_ordinary(text)
 
 
-CYRILLIC = "\u0441\u0447\u0430 "
-CHINESE = "\u6211\u662f\u3002\n"
-HINDI = "\u0939\u093f\u0928 "
-ARABIC = "\u0643\u062a\u0627\n"
-DIVISIBLE = [CYRILLIC, CHINESE, HINDI, ARABIC]
+# Cyrillic, Chinese, Hindi, Arabic
+DIVISIBLE = ["\u0441\u0447\u0430 ", "\u6211\u662f\u3002\n", "\u0939\u093f\u0928 ", "\u0643\u062a\u0627\n"]
 
 
 @pytest.mark.parametrize("separator", ["", "<|endoftext|>"])
@@ -257,12 +244,11 @@ def test_a_folder_with_shards_and_texts_has_only_its_texts_read():
     assert read_meta(folder)["rows_left_out"] == 0
 
 
-def test_python_docs_are_the_documentation_of_this_python(monkeypatch):
-    """Of its top folder here, as all of it takes seconds."""
-    monkeypatch.setattr(os, "walk", lambda root, walk=os.walk: itertools.islice(walk(root), 1))
+def test_python_docs_are_the_documentation_of_this_python(tmp_path, monkeypatch):
+    """Of one module here, as the whole library takes seconds."""
+    shutil.copy(random.__file__, tmp_path)
+    monkeypatch.setattr(python_docs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     tokens = read(prepare(Options(dataset="python-docs", tokenizer="bytes", out_dir="docs")))
-    assert len(tokens) > 1e6
-    assert np.count_nonzero(tokens == 256) > 200
     text = bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode()
     # a piece of the language reference, and a docstring of the library
     assert "statement is used for conditional execution" in text
@@ -401,12 +387,11 @@ def test_a_row_that_is_not_like_the_others_is_left_out(name, others, row, place,
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("columns", ["title,text", "title"])
-def test_a_column_may_be_null_throughout_a_file(kind, columns):
+@pytest.mark.parametrize("column, texts", [("title,text", ["a", "T\n\nb"]), ("title", ["T"])])
+def test_a_column_may_be_null_throughout_a_file(kind, column, texts):
     a = write_rows(f"a.{kind}", [{"title": None, "text": "a"}] * 30)
     b = write_rows(f"b.{kind}", [{"title": "T", "text": "b"}] * 30)
-    folder = make_here(a, b, text_column=columns)
-    assert holds(folder, ["a"] * 30 + ["T\n\nb"] * 30 if "text" in columns else ["T"] * 30)
+    assert holds(make_here(a, b, text_column=column), np.repeat(texts, 30).tolist())
 
 
 @pytest.mark.parametrize(
