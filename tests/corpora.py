@@ -122,6 +122,12 @@ def read_meta(folder, name="meta.json"):
     return json.loads(Path(folder, name).read_text(encoding="utf-8"))
 
 
+def write(path, text):
+    """Write a text file. Returns its path."""
+    Path(path).write_text(text, encoding="utf-8")
+    return Path(path)
+
+
 def write_rows(path, rows):
     """Write these rows in the format that the name of the file says. Returns its path."""
     path = Path(path)

@@ -27,6 +27,7 @@ from corpora import (
     read,
     read_meta,
     train_small,
+    write,
     write_parquet,
     write_rows,
     write_texts,
@@ -83,9 +84,7 @@ def test_a_long_text_is_divided_between_the_splits(size, monkeypatch):
     """Each of its words is in one of them, in the order of the text."""
     monkeypatch.setattr(readers, "BLOCK_CHARS", 500)
     words = [f"word{number:04d}" for number in range(2000)]
-    path = Path("a.txt")
-    path.write_text(" ".join(words), encoding="utf-8")
-    folder = make_here(path, shard_size=size)
+    folder = make_here(write("a.txt", " ".join(words)), shard_size=size)
     train = bytes(read(folder, "*_train_*")[1:].tolist()).decode().split()
     val = bytes(read(folder, "*_val_*").tolist()).decode().split()
     assert train == sorted(train)
@@ -101,7 +100,7 @@ def test_a_short_text_is_whole_in_one_split(length, monkeypatch):
     sentence = "The quick brown fox jumps over the lazy dog, "
     texts = [(f"{i:02d} " + sentence * 22)[:length] for i in range(31)]
     for text in texts:
-        Path(f"{text[:2]}.txt").write_text(text, encoding="utf-8")
+        write(f"{text[:2]}.txt", text)
     folder = make_here("*.txt")
     assert holds(folder, texts)
     assert len(documents(folder, "val")) == 3
@@ -204,9 +203,7 @@ def test_a_document_that_ends_as_the_separator_begins_is_whole():
 @pytest.mark.parametrize("text", ["Once upon a time\n<|endoftext|>\n", "Once.<|endoftext|>"])
 def test_a_note_says_that_documents_are_not_separated(text, separator, note, capsys):
     """It looked for a line that begins with the marker."""
-    path = Path("TinyStories-valid.txt")
-    path.write_text(text * 40, encoding="utf-8")
-    make_here(path, separator=separator)
+    make_here(write("TinyStories-valid.txt", text * 40), separator=separator)
     said = capsys.readouterr().out
     assert note in said
     assert bool(note) == ("note:" in said)
@@ -272,7 +269,7 @@ def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
         files[f"{name}.py"] = f'"""Module {name}."""'
         texts[f"{name}.py"] = f"module {name}\n\nModule {name}."
     for name, content in files.items():
-        Path(name).write_text(content, encoding="utf-8")
+        write(name, content)
     monkeypatch.setattr(python_docs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr("pydoc_data.topics.topics", {"if": "The if statement."})
     order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
@@ -285,7 +282,7 @@ def mixed_folder():
     folder = Path("texts")
     (folder / "sub").mkdir(parents=True)
     for name in ("README.md", "b.md", ".h.md", "sub/c.rst", "d.pdf", "meta.json"):
-        (folder / name).write_text(f"In {name}.", encoding="utf-8")
+        write(folder / name, f"In {name}.")
     return folder
 
 
@@ -318,6 +315,9 @@ def test_an_input_without_a_file_to_read_is_refused(mixed_folder, pattern, words
 
 # ----- Rows ---------------------------------------------------------------------------------------------
 
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x40\x9c"
+NO_TEXT = "is not UTF-8 text: it has a byte 0x.*remove NUL bytes"
+
 
 @pytest.mark.parametrize(
     "name, content, words",
@@ -340,6 +340,17 @@ def test_an_input_without_a_file_to_read_is_refused(mixed_folder, pattern, words
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*a.jsonl is not a valid JSON object: Expecting value"),
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not an object with columns, but \\['a'\\]"),
+        # the header is shown as it was read
+        (
+            "a.csv",
+            b"# exported\nid,text\n1,a\n",
+            r"Line 2 of .* but the header has 1 \(# exported\): a text with ','",
+        ),
+        ("a.csv", b"id|text\n1|a, b\n", r"Line 2 of .* has 2 fields, but the header has 1 \(id\|text\)"),
+        # they were taken for text of Windows, and the command that converts it would have made a text of them
+        ("a.txt", PNG, NO_TEXT),
+        ("a.jsonl", PNG, NO_TEXT),
+        ("a.csv", b'text\n"' + b"plain, " * 9000 + b"\0", NO_TEXT),  # behind what was looked at
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_reason(name, content, words, monkeypatch):
@@ -380,10 +391,8 @@ def test_rows_without_a_text_are_left_out(kind, place, capsys):
 )
 def test_a_row_that_is_not_like_the_others_is_left_out(name, others, row, place, capsys):
     """Fields in a CSV file that are more or fewer than in its header may be parts of a text."""
-    path = Path(name)
-    path.write_text(others + row, encoding="utf-8")
-    make_here(path)
-    assert f"note: 1 row left out. {place} of {path} " in capsys.readouterr().out
+    make_here(write(name, others + row))
+    assert f"note: 1 row left out. {place} of {name} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -406,7 +415,7 @@ def test_a_column_may_be_null_throughout_a_file(kind, column, texts):
     ],
 )
 def test_other_delimiters_lines_and_marks(name, text):
-    Path(name).write_text(text, encoding="utf-8")
+    write(name, text)
     rows = readers.read_rows(inputs.local_source(name))
     assert [readers.text_of(row.values, ["text"]) for row in rows] == ["a; b", "c, d"]
 
@@ -432,40 +441,14 @@ GERMAN = "Gr\u00f6\u00dfe, na\u00efve caf\u00e9. " * 400
 )
 def test_a_file_that_is_not_utf8_is_answered_with_the_command_that_converts_it(content, command, converted):
     """The one for Latin-1 spoiled quotes of Windows, and texts of UTF-8 with a bad byte throughout."""
-    path = Path("a.txt")
-    path.write_bytes(content)
+    Path("a.txt").write_bytes(content)
     with pytest.raises(UserError, match=f" UTF-8.*: {command} FILE.* > NEW"):
-        make_here(str(path))
+        make_here("a.txt")
     program, *args = command.split()
     if converted and shutil.which(program):
         # with -c, it says by its status that it left something out
         done = subprocess.run([program, *args], input=content, capture_output=True)
         assert done.stdout.decode() == converted
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-@pytest.mark.parametrize("kind", ["Parquet", "picture", "one"])
-def test_a_binary_file_is_not_taken_for_text_of_windows(name, kind):
-    """The command that converts Latin-1 would have made a text of it."""
-    content = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x40\x9c"
-    if kind == "Parquet":
-        content = write_texts("a.parquet", random_texts(9)).read_bytes()
-    if kind == "one":  # behind what was looked at
-        content = b'text\n"' + b"plain, " * 9000 + b"\0"
-    Path(name).write_bytes(content)
-    with pytest.raises(UserError, match="is not UTF-8 text: it has a byte 0x.*remove NUL bytes") as caught:
-        make_here(name)
-    assert "WINDOWS" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "content, shown",
-    [("# exported\nid,text\n1,a\n", r"\(# exported\)"), ("id|text\n1|a, b\n", r"\(id\|text\)")],
-)
-def test_the_header_is_shown_as_it_was_read(content, shown):
-    Path("a.csv").write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=f"Line 2 of .* has 2 fields, but the header has 1 {shown}: a text with ','"):
-        make_here("a.csv")
 
 
 @pytest.mark.skipif(not shutil.which("zstd"), reason="needs zstd")
@@ -481,9 +464,8 @@ def test_entries_longer_than_a_block_of_json_are_read(start, between, end, monke
     """Parsed again with each block, the longest one would take many minutes."""
     monkeypatch.setattr(readers, "JSON_BLOCK", 10)
     entries = [{"n": [-1e5, None, "\u00e9\n"]}] * 300 + ["x" * 5_000_000, {}]
-    path = Path("a.json")
-    path.write_text(start + between.join(map(json.dumps, entries)) + end, encoding="utf-8")
-    places, found = zip(*readers.read_values(str(path), "a.json"))
+    write("a.json", start + between.join(map(json.dumps, entries)) + end)
+    places, found = zip(*readers.read_values("a.json", "a.json"))
     assert list(found) == entries
     assert places[-1].split()[1] == "302"
 
