@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from plumbing.data import tokenizers
 
-from corpora import corpus, make, read, train_small, write_rows, write_texts
+from corpora import corpus, make, read, train_small, write, write_rows, write_texts
 from harness import change_meta, refused
 
 
@@ -84,7 +84,7 @@ def byte_shards(tmp_path):
     }
     for name, text in texts.items():
         np.save(tmp_path / f"x_{name}.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
-    (tmp_path / "meta.json").write_text('{"tokenizer": "bytes"}', encoding="utf-8")
+    write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')
     return tmp_path
 
 
