@@ -169,13 +169,6 @@ def test_targets_are_counted_as_the_mask_says(tmp_path):
         loader.next_batch()
 
 
-def test_a_mask_that_is_missing_is_refused(tmp_path):
-    folder = make_shards(tmp_path, lengths=(100, 90, 70), masks=True)
-    (folder / "tiny_train_000001.mask").unlink()
-    with pytest.raises(UserError, match="tiny_train_000001.mask is missing"):
-        DataLoaderLite(folder, "train", 2, 4)
-
-
 def test_shards_shorter_than_a_window_are_refused(tmp_path):
     with pytest.raises(UserError, match="only 0 tokens in whole sequences of 4, but 4 are needed"):
         DataLoaderLite(counting_shards(tmp_path, [4]), "train", 2, 4)
