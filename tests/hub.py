@@ -21,14 +21,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(self.path.partition("?")[0])
         self.server.asked.append(f"{self.command} {path}")
         fault = self.server.next_fault(self.command, path)
-        if fault == "reset":
-            self.connection.close()
-            self.close_connection = True
-        elif fault == "hang":
-            self.server.stopping.wait(100)
+        if fault in ("reset", "hang"):
+            if fault == "hang":
+                self.server.stopping.wait(100)
             self.close_connection = True
         elif fault.isdigit():
-            self.answer(int(fault), b"{}")
+            self.refuse(int(fault), "Fault")
         elif path in self.server.files:
             self.answer(200, self.server.files[path], fault=fault)
         else:
@@ -50,27 +48,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         data_set = server.data_sets.get(name, {"private": True})
         is_allowed = self.headers["Authorization"] == "Bearer hf_right"
         if data_set.get("private") and not (is_allowed and "refs" in data_set):
-            return self.answer(401, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
+            return self.refuse(401, "RepoNotFound")
         commit = data_set["refs"].get(revision or "main", revision)
         files = data_set["commits"].get(commit)
         if files is None:
-            return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return self.refuse(404, "RevisionNotFound")
         if action == "tree":
             return self.tree(files, path)
         if is_api:
             info = {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]}
             return self.answer(200, json.dumps(info).encode())
         if data_set.get("gated") and not is_allowed:
-            return self.answer(403, b'{"error": "gated"}', {"X-Error-Code": "GatedRepo"})
+            return self.refuse(403, "GatedRepo")
         if path not in files:
-            return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            return self.refuse(404, "EntryNotFound")
         tag = f'"{hashlib.sha256(files[path]).hexdigest()}"'
-        headers = {
-            "X-Repo-Commit": commit,
-            "ETag": tag,
-            "X-Linked-ETag": tag,
-            "X-Linked-Size": len(files[path]),
-        }
+        headers = {"X-Repo-Commit": commit, "ETag": tag, "X-Linked-ETag": tag, "X-Linked-Size": len(files[path])}
         if path.endswith(".parquet") and not self.path.endswith("?cdn"):  # large files lie elsewhere
             return self.answer(302, b"", headers | {"Location": f"{server.url}{self.path}?cdn"})
         return self.answer(200, files[path], headers, fault)
@@ -91,10 +84,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 entry["lfs"] = {"oid": sha, "size": len(content), "pointerSize": len(in_git)}
             entry["oid"] = hashlib.sha1(b"blob %d\0" % len(in_git) + in_git).hexdigest()
         if not entries:
-            return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            return self.refuse(404, "EntryNotFound")
         for parent in [folder or ".", *map(str, PurePosixPath(folder).parents)]:
             entries.pop(parent, None)
         self.answer(200, json.dumps([entries[path] for path in sorted(entries)]).encode())
+
+    def refuse(self, status, code):
+        self.answer(status, b"{}", {"X-Error-Code": code})
 
     def answer(self, status, content, headers=None, fault=""):
         headers = {"Content-Length": len(content)} | (headers or {})

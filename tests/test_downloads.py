@@ -33,6 +33,7 @@ from corpora import (
     read_meta,
     renamed_by,
     train_small,
+    write,
     write_rows,
     write_texts,
 )
@@ -40,20 +41,20 @@ from harness import KILLED, full_disk, listing, patched, refused, run, talk
 from hub import Server
 
 BYTES = ["--tokenizer", "bytes"]
-CONFIGS = """---
-license: mit
-configs:
-- config_name: en
-  data_files:
-  - split: train
-    path: en/a.jsonl
-  - split: test
-    path: en/test.jsonl
-- config_name: de
-  data_files: de/*.jsonl
----
-Two languages.
-"""
+
+
+def card_of(configs):
+    """The card of a data set with these {config: its files}."""
+    entries = [{"config_name": name, "data_files": files} for name, files in configs.items()]
+    return f"---\nlicense: mit\nconfigs: {json.dumps(entries)}\n---\nTexts."
+
+
+LANGUAGES = card_of(
+    {
+        "en": [{"split": "train", "path": "en/a.jsonl"}, {"split": "test", "path": "en/test.jsonl"}],
+        "de": "de/*.jsonl",
+    }
+)
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_what_was_begun_stays_at_its_commit(hub):
 def two_configs(hub):
     """OWNER/two, which was called two before, of two languages with 20 texts each."""
     content = jsonl(random_texts(20))
-    files = {"README.md": CONFIGS, "de/a.jsonl": content, "en/a.jsonl": content, "en/test.jsonl": content}
+    files = {"README.md": LANGUAGES, "de/a.jsonl": content, "en/a.jsonl": content, "en/test.jsonl": content}
     hub.renamed["two"] = "OWNER/two"
     return hub.add("OWNER/two", files)
 
@@ -187,19 +188,17 @@ OTHER_FLAGS = [
 
 
 @pytest.fixture
-def inputs(hub):
+def inputs(two_configs, hub):
     """What the flags above name."""
     texts = random_texts(40)
     for name in ("a", "b"):
-        Path(f"{name}.jsonl").write_text(jsonl(texts, title=name), encoding="utf-8")
-    Path("a.txt").write_text("x y ".join(texts), encoding="utf-8")
+        write_rows(f"{name}.jsonl", [{"text": text, "title": name} for text in texts])
+    write("a.txt", "x y ".join(texts))
     tokenizers.write_encoding(train_small("gpt2"), "small.tiktoken")
-    chats = [{"messages": talk(f"Q{i}", "A" * 20)} for i in range(60)]
-    Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
-    files = dict.fromkeys(["en/a.jsonl", "en/test.jsonl", "de/a.jsonl"], jsonl(texts))
-    first = hub.add("OWNER/two", files | {"README.md": CONFIGS})
-    hub.add("OWNER/two", files | {"README.md": CONFIGS + "New."})
-    hub.data_sets["OWNER/two"]["refs"]["v1"] = first
+    write_rows("chats.jsonl", [{"messages": talk(f"Q{i}", "A" * 20)} for i in range(60)])
+    two = hub.data_sets["OWNER/two"]
+    hub.add("OWNER/two", two["commits"][two_configs] | {"README.md": LANGUAGES + "New."})
+    two["refs"]["v1"] = two_configs
 
 
 @pytest.mark.parametrize("words, change, said", OTHER_FLAGS)
@@ -225,13 +224,12 @@ def test_the_converted_branch_is_read_by_config(hub):
     assert bytes(read("out")[1:3].tolist()) == b"en"
 
 
-CARD = "---\nconfigs: {}\n---"
 LINE = '{"text": "a"}\n'
 
 
 def naming(pattern):
     """Files of a data set whose card has this pattern."""
-    return {"README.md": CARD.format(json.dumps([{"config_name": "a", "data_files": pattern}])), "a.jsonl": LINE}
+    return {"README.md": card_of({"a": pattern}), "a.jsonl": LINE}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +238,7 @@ def naming(pattern):
         ({"data/train.parquet": b"x"}, {"gated": True}, "it is gated. Accept its conditions & hf auth login"),
         ({"data/train.parquet": b"x"}, {"private": True}, "it is private or does not exist & hf auth login"),
         ({"a.png": "x", "b.png": "x"}, {}, "no program here reads .png files & .parquet, .jsonl"),
-        ({"README.md": CARD.format("["), "a.jsonl": LINE}, {}, "is not clear & --input"),
+        ({"README.md": "---\nconfigs: [\n---", "a.jsonl": LINE}, {}, "is not clear & --input"),
         (naming("de/b.jsonl"), {}, "is not clear & de/b.jsonl"),
         # `datasets` refuses it as well; what lies beside it may be the addresses of the texts
         ({"x.py": "", "data/train.jsonl": LINE}, {}, "it is a script, x.py & --revision refs/convert/parquet"),
@@ -350,17 +348,15 @@ def test_a_fetched_file_that_is_damaged_is_fetched_again(whole, hub):
     assert without_meta("out") == without_meta(whole)
 
 
-def test_one_file_is_fetched_ahead_and_those_that_were_read_are_removed(hub):
+def test_one_file_is_fetched_ahead(hub):
     add_stories(hub, random_texts(30))
     found = hub_files.find_files(fineweb.Options(dataset="OWNER/stories")).sources
-    paths = [Path("folder", source.name) for source in found]
-    for number, _ in downloads.fetch_all(found, "folder", first=0, ahead=True):
-        downloads.remove_fetched(found[:number], "folder")
-        deadline = time.monotonic() + 30
-        while not paths[min(2, number + 1)].exists():  # it comes without being asked for
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert sorted(Path("folder").rglob("*.parquet")) == paths[number : number + 2]
+    next(downloads.fetch_all(found, "folder", first=0, ahead=True))
+    deadline = time.monotonic() + 30
+    while not Path("folder", found[1].name).exists():  # it comes without being asked for
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not Path("folder", found[2].name).exists()
 
 
 def prepare_and_die(url, folder, renames):
@@ -433,28 +429,25 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(column, hub):
 
 
 def test_what_stands_for_a_file_that_git_lfs_keeps_is_not_read(hub):
-    Path("train.txt").write_text("version https://git-lfs.github.com/spec/v1\noid", encoding="utf-8")
+    write("train.txt", "version https://git-lfs.github.com/spec/v1\noid")
     with pytest.raises(UserError, match="train.txt is only a pointer to a file in Git LFS. Run git lfs pull"):
         make_here("train.txt")
 
 
 def test_conversations_of_the_hub(hub):
-    chats = [talk(f"Q{i}", f"A{i}") for i in range(100)] + [talk("no answer", None)]
-    content = parquet(messages=chats)
-    splits = ("train_sft", "test_sft")
-    hub.add("OWNER/chats", {f"data/{split}-00000-of-00001.parquet": content for split in splits})
+    content = parquet(messages=[*[talk("Q", "A")] * 100, talk("no answer", None)])
+    hub.add("OWNER/chats", {f"data/{split}_sft-00000-of-00001.parquet": content for split in ("train", "test")})
     args = ["--dataset", "OWNER/chats", "--max-length", "64", *BYTES]
     assert "Choose one with --split: " in refused(smoltalk.main, *args)
     smoltalk.main([*args, "--split", "train_sft"])
     assert read_meta("chats")["dataset"] == "OWNER/chats"
     assert read_meta("chats")["documents"] == 100
-    assert not list(Path("chats").glob(".download*"))
 
 
 def test_smoltalk_is_read_in_the_config_that_has_all_of_it(hub):
-    configs = [{"config_name": name, "data_files": f"{name}/*"} for name in ("all", "math")]
     files = {f"{name}/train.parquet": parquet(messages=[talk("Q", name)] * 30) for name in ("all", "math")}
-    hub.add("HuggingFaceTB/smoltalk", files | {"README.md": CARD.format(json.dumps(configs))})
+    files["README.md"] = card_of({"all": "all/*", "math": "math/*"})
+    hub.add("HuggingFaceTB/smoltalk", files)
     smoltalk.main(["--max-length", "64", *BYTES])
     assert read_meta("smoltalk")["made_from"]["config"] == "all"
 
@@ -484,9 +477,9 @@ def test_a_few_tokens_of_a_data_set_that_is_larger_than_the_disk_are_made(hub):
 def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
     """As build-nanogpt has it; each holds whole documents."""
     texts = random_texts(60)
-    configs = [{"config_name": f"sample-{name}", "data_files": f"sample/{name}/*"} for name in ("10BT", "100BT")]
     files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(text=texts[20 * i : 20 * i + 20]) for i in range(3)}
-    files |= {"sample/100BT/000_00000.parquet": b"not this", "README.md": CARD.format(json.dumps(configs))}
+    card = card_of({"sample-10BT": "sample/10BT/*", "sample-100BT": "sample/100BT/*"})
+    files |= {"sample/100BT/000_00000.parquet": b"not this", "README.md": card}
     hub.add("HuggingFaceFW/fineweb-edu", files)
     fineweb.main(["--shard-size", "7000", *BYTES])
     assert "left out" not in capsys.readouterr().out  # the files of other configs are not missed
@@ -506,29 +499,30 @@ def ready_made(hub):
     """The three shards of 1,000 tokens that the hub has, in llm.c's format."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, 1000
-    names = ["val_000000", "train_000001", "train_000002"]
-    tokens = np.random.default_rng(0).integers(0, 50257, (3, 1000), dtype=np.uint16)
-    files = {f"finewebedu_{name}.bin": header.tobytes() + row.tobytes() for name, row in zip(names, tokens)}
+    files = {}
+    for number, name in enumerate(["val_000000", "train_000001", "train_000002"]):
+        tokens = np.full(1000, number, dtype=np.uint16)
+        files[f"finewebedu_{name}.bin"] = header.tobytes() + tokens.tobytes()
     hub.add("kjj0/finewebedu10B-gpt2", files)
     return files
+
+
+def read_shards():
+    return {path.name: path.read_bytes() for path in Path("edu_fineweb10B").glob("*.bin")}
 
 
 def test_ready_made_shards_come_whole(ready_made, hub):
     hub.faults["GET train_000001"] = "short"
     fineweb.main(["--pretokenized", "2"])
-    folder = Path("edu_fineweb10B")
-    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == ready_made
-    assert {*listing(folder)} - {*TABLES} == {*ready_made, "meta.json"}  # GPT-2's tables may not be here
-    meta = read_meta(folder)
+    assert read_shards() == ready_made
+    # GPT-2's tables may not be here
+    assert {*os.listdir("edu_fineweb10B")} - {*TABLES} == {*ready_made, "meta.json"}
+    meta = read_meta("edu_fineweb10B")
     assert meta["shards"] == dict.fromkeys(ready_made, 1000)
     assert meta["tokens"] == 3000
     assert meta["complete"]
-
-
-def test_ready_made_shards_stay_where_there_are_no_more(ready_made):
-    fineweb.main(["--pretokenized", "2"])
     assert "finewebedu_train_000003.bin" in refused(fineweb.main, "--pretokenized", 3)
-    assert {path.name: path.read_bytes() for path in Path("edu_fineweb10B").glob("*.bin")} == ready_made
+    assert read_shards() == ready_made
 
 
 def test_ready_made_shards_are_not_complete_while_more_are_fetched(ready_made):
@@ -559,12 +553,6 @@ def test_a_download_that_is_not_whole_is_not_there(fault, said, download, hub):
         download()
     assert not Path("a.bin").exists()
     assert len(hub.asked) == 2
-
-
-def test_a_download_is_tried_twice(download, hub):
-    hub.faults["GET a.bin"] = "503"
-    download()
-    assert Path("a.bin").read_bytes() == CONTENT
 
 
 def test_a_download_that_the_disk_refuses_is_not_tried_again(download, hub):
