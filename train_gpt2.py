@@ -1100,7 +1100,8 @@ def setup(start) -> Parts:
         examples = world.broadcast_from_master(hellaswag.load_examples, path, enc, limit)
         hellaswag.note_cut(examples, config.block_size)
     # try a step: find the largest B that fits, and whether this machine can do torch.compile, which `wrap` adds
-    found = try_out(start, raw_model, optimizers, wrap=wrap, autocast=autocast, text=text)
+    functions = dict(make=make_gpt, wrap=wrap, autocast=autocast, matmul_dtype=matmul_dtype(config))
+    found = try_out(start, raw_model, optimizers, text=text, **functions)
     for each in (loader, *val_loaders):
         each.B = found.B
     return Parts(

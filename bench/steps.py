@@ -133,8 +133,10 @@ def make_ours(config, folder):
     trial = Trial(
         raw_model,
         optimizers,
+        make=train_gpt2.make_gpt,
         wrap=train_gpt2.wrap,
         autocast=train_gpt2.autocast,
+        matmul_dtype=train_gpt2.matmul_dtype(config),
         num_ids=257,
         config=config,
         layout=layout,

@@ -419,18 +419,17 @@ def first_model(make: Callable[[Any], Any], start: Start, config: Any) -> Any:
     return model
 
 
-def try_out(start: Start, model: Any, optimizers: list[Any], *, wrap: Any, autocast: Any, text: Any) -> Fit:
+def try_out(start: Start, model: Any, optimizers: list[Any], *, text: Any, **functions: Any) -> Fit:
     """Find what works on this machine and the largest B that fits, and examine the model, which stays as it is.
 
-    wrap, autocast: see `Trial`; text: a batch of data (B, T).
+    text: a batch of data (B, T); functions: the trainer's, see `Trial`.
     """
     if optimizers:
         checks.check_groups(model, optimizers)
     trial = Trial(
         model,
         optimizers,
-        wrap=wrap,
-        autocast=autocast,
+        **functions,
         num_ids=start.folders[0].enc.n_vocab,
         config=start.config,
         layout=start.layout,

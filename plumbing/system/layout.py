@@ -36,9 +36,7 @@ class Whole:
         if self.world.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), 0)
-            extra = self.world.broadcast_from_master(trial.extra_state, model)
-            if extra:
-                model.load_state_dict(extra, strict=False)
+            trial.load_extra_state(model, self.world.broadcast_from_master(trial.extra_state, model))
         return model
 
     def try_out(self, attempt: trial.Trial, examine: Callable[[Any], bool]) -> trial.Fit:
@@ -114,7 +112,8 @@ class Imagined(Whole):
         return memory.imagine(lambda: empty(config))
 
     def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
-        return trial.estimate(attempt)
+        account = trial.estimate(attempt)
+        return trial.Fit(model=attempt.raw_model, B=attempt.choose_B(account), account=account)
 
 
 def imagined(asked: Any, world: World) -> World:

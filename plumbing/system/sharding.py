@@ -7,6 +7,7 @@ run can continue sharded, on another number of ranks, or in DDP. All of this lea
 import contextlib
 import dataclasses
 import gc
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,37 +48,58 @@ class Shared(Whole):
         """
         exact = dataclasses.replace(config, dtype="float32")
         whole = self.world.run_on_master(first, exact)
-        has_cache = self.world.broadcast_from_master(examine, whole)
         self.world.run_on_master(check_weights_stay, whole)
-        try:
-            model = split(empty, shard, whole, exact, self.world)
-            check_gradients(model, whole, self.world)
+        expected = self.world.run_on_master(sums_of_gradients, whole)
+        has_cache = self.world.broadcast_from_master(examine, whole)
+        with self.explained(words=""):
+            model = self.split(empty, shard, whole, exact)
+            with exact_matmuls():
+                found = sums_of_gradients(model)
+            self.world.run_on_master(check_gradients, found, expected, whole)
             del model
             gc.collect()  # FSDP's hooks and modules hold each other
-            model = split(empty, shard, whole, config, self.world)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            raise UserError(
-                f"--shard cannot split this model: {first_line(error)}. Change that in the model, or leave "
-                "--shard out."
-            ) from None
+            model = self.split(empty, shard, whole, config)
         model.has_cache = has_cache
         return model
 
+    def split(self, empty: Make, shard: Callable[..., None], whole: Any, config: Any) -> Any:
+        """A model that is shared out, with the weights, buffers and marks on parameters of rank 0's `whole` model."""
+        with torch.device("meta"), SkipInit():
+            model = empty(config)
+        marks = {name: dict(vars(p)) for name, p in model.named_parameters()}
+        shard(model, self.world, config)
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and dist.get_backend() == "gloo":
+                module.set_force_sum_reduction_for_comms(True)  # in torch 2.8, gloo returns a sum for an average
+        sources = trial.named_tensors(whole) if whole else {}
+        for name, tensor in trial.named_tensors(model).items():
+            placements = getattr(tensor, "placements", None)
+            value = shard_tensor(sources.get(name), tensor, placements, world=self.world)
+            if name in marks:
+                value = nn.Parameter(value, tensor.requires_grad)
+                vars(value).update(marks[name])
+            torch.utils.swap_tensors(tensor, value)  # also where it is tied
+        trial.load_extra_state(model, self.world.broadcast_from_master(trial.extra_state, whole))
+        return model
+
     def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
-        return trial.try_sharded(attempt)
+        with self.explained(words=""), trial.undone(attempt.raw_model, weights=False):
+            torch.manual_seed(0)  # ranks that try other ids might use other parameters, and wait for each other
+            return trial.find_what_fits(attempt)
 
     def recover(self, model: Any) -> None:
-        if not hasattr(model, "reset_iter_state"):  # before torch 2.13
+        if not hasattr(model, "reset_iter_state"):
             raise UserError(
-                "Memory runs out. Halve --batch-size, or use a newer torch, with which this program does so."
+                "A training step failed, perhaps for lack of memory. Before torch 2.13, --shard tries no other one. "
+                "Halve --batch-size."
             )
         model.reset_iter_state()
 
     def whole_model(self, model: Any) -> Any:
-        return whole_copy(model, class_of(model), self.world.device)
+        return whole_copy(model, self.world.device)
 
     def model_to_export(self, model: Any) -> Any:
-        return whole_copy(model, class_of(model), "cpu" if self.world.is_master else "meta")
+        return whole_copy(model, "cpu" if self.world.is_master else "meta")
 
     def whole_tensor(self, tensor: Any) -> torch.Tensor:
         return tensor.full_tensor()
@@ -98,7 +120,28 @@ class Shared(Whole):
         return splits
 
     def hand_out_optimizer(self, state: Any, parameters: list[Any], splits: Splits) -> dict[str, Any]:
-        return shard_state(state, parameters, splits, world=self.world)
+        """See Whole. What was whole is split like its parameter if it has as many rows. An average over columns has."""
+        shapes = self.world.broadcast_shapes(state)
+        source = state if self.world.is_master else shapes
+        shared = tree_map_only(torch.Tensor, self.world.broadcast, {**source, "state": {}})
+        for number, values in source["state"].items():
+            shared["state"][number] = dict(values)
+            p = parameters[number] if isinstance(number, int) else None
+            for name, value in values.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                placements = None
+                if name in splits.get(number, {}):
+                    dim = splits[number][name]
+                    placements = [Replicate() if dim is None else Shard(dim)]
+                elif number not in splits and isinstance(p, DTensor) and value.shape[:1] == p.shape[:1]:
+                    placements = p.placements
+                if placements:
+                    value = shard_tensor(value, p, placements, world=self.world)
+                else:
+                    value = self.world.broadcast(value)
+                shared["state"][number][name] = value
+        return shared
 
     def check(self, state: dict[str, Any]) -> None:
         for optimizer in state["optimizer"]:
@@ -115,120 +158,72 @@ class Shared(Whole):
                 )
 
     @contextlib.contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self, words: str = "FSDP|DTensor|placement") -> Iterator[None]:
         try:
             yield
-        except AssertionError as error:
-            if "FSDP" not in str(error):
+        except (AssertionError, RuntimeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise UserError(
+                    "Memory runs out. Halve --batch-size or, if a whole copy of the model does not fit, add "
+                    "--hellaswag-every 0 --sample-every 0."
+                ) from None
+            if not re.search(words, str(error)):
                 raise
             raise UserError(
-                f"--shard: {first_line(error)}. Leave --shard out, or change the code that needs this."
+                "--shard makes DTensors of weights, gradients and optimizer state, and a block's weights are whole in "
+                f"its own forward pass only. This fails: {first_line(error)}. Change the code that needs more, or "
+                "leave --shard out."
             ) from None
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(
-                "Memory runs out. Halve --batch-size or, if a whole copy of the model does not fit, add "
-                "--hellaswag-every 0 --sample-every 0."
-            ) from None
-
-
-def class_of(model: Any) -> type:
-    """The model's class without FSDP: fully_shard replaces GPT with FSDPGPT, a subclass of FSDPModule and GPT."""
-    return type(model).__bases__[1]
 
 
 def check_weights_stay(model: Any) -> None:
     """Raise UserError if a forward pass in training writes into the weights: FSDP would drop what it writes."""
     before = {name: p.detach().norm() for name, p in model.named_parameters()}
-    idx = torch.zeros(1, min(16, model.config.block_size), dtype=torch.long)
-    with trial.undone(model), torch.no_grad():
-        model.train()
-        model(idx)
-        written = [name for name, p in model.named_parameters() if p.norm() != before[name]]
-    if written:
-        raise UserError(
-            f"The model writes into {written[0]} in its forward pass, and --shard would lose that. Leave --shard out."
-        )
-
-
-def split(empty: Make, shard: Callable[..., None], whole: Any, config: Any, world: World) -> Any:
-    """A model that is shared out, with the weights, buffers and marks on parameters of rank 0's `whole` model."""
-    with torch.device("meta"), SkipInit():
-        model = empty(config)
-    marks = {name: dict(vars(p)) for name, p in model.named_parameters()}
-    shard(model, world, config)
-    fill(model, whole, world)
+    with trial.undone(model, weights=False), torch.no_grad():
+        model(torch.zeros(1, min(16, model.config.block_size), dtype=torch.long))
     for name, p in model.named_parameters():
-        vars(p).update(marks[name])
-    return model
+        if p.norm() != before[name]:
+            raise UserError(
+                f"The model writes into {name} in its forward pass, and --shard would lose that. Leave --shard out."
+            )
 
 
-def check_gradients(model: Any, whole: Any, world: World) -> None:
-    """Raise UserError if a parameter gets another gradient than in rank 0's whole model: FSDP loses hooks, say."""
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), exact_matmuls():
-        expected = world.run_on_master(gradients, whole)
-        found = gradients(model)
-        differ = []
-        for name, gradient in found.items():
-            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            if expected and not is_close_by_rows(gradient.cpu(), expected[name]):
-                differ.append(name)
-        if expected and differ:  # a model may draw random numbers
-            again = gradients(whole)
-            differ = [name for name in differ if is_close_by_rows(again[name], expected[name])]
-    names = world.broadcast_from_master(lambda: differ)
-    if names:
-        raise UserError(
-            f"With --shard, {names[0]} gets another gradient than in the whole model: FSDP loses hooks on "
-            "parameters, for example. Change that in the model, or leave --shard out."
-        )
+def sums_of_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Sum and norm (2, rows) of each row of the gradients of a short text, by parameter; a vector is one row.
 
-
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients of a short text, by the parameters' names. The model is left without any."""
+    The model is left without gradients, and these numbers take no memory.
+    """
     device = next(model.parameters()).device
     idx = torch.arange(min(16, model.config.block_size), device=device)[None] % 8
-    was_training = model.training
-    model.eval()(idx, idx.flip(1))[1].backward()
-    model.train(was_training)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    trial.loss_of(model.eval()(idx, idx.flip(1))).backward()
+    model.train()
+    sums = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            rows = p.grad.flatten(1) if p.dim() > 1 else p.grad[None]
+            both = [rows.sum(1), rows.square().sum(1).sqrt()]
+            if isinstance(p, DTensor):
+                both = [each.full_tensor() for each in both]
+            sums[name] = torch.stack(both).cpu()
     model.zero_grad(set_to_none=True)
-    return found
+    return sums
 
 
-def is_close_by_rows(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether all rows of a matrix are the same but for rounding; a vector is one row."""
-    rows = len(expected) if expected.dim() > 1 else 1
-    expected = expected.reshape(rows, -1)
-    difference = (found.reshape(rows, -1) - expected).norm(dim=1)
-    return bool((difference <= 1e-2 * expected.norm(dim=1) + 1e-5 * expected.norm()).all())
+def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], whole: Any) -> None:
+    """Raise UserError if a parameter gets another gradient than in the whole model: FSDP loses hooks, say."""
+    for name, sums in expected.items():
+        # a model may draw random numbers
+        if not is_close(found[name], sums) and is_close(sums_of_gradients(whole)[name], sums):
+            raise UserError(
+                f"With --shard, {name} gets another gradient than in the whole model: FSDP loses hooks on parameters, "
+                "for example. Change that in the model, or leave --shard out."
+            )
 
 
-def fill(model: nn.Module, whole: nn.Module | None, world: World) -> None:
-    """Give a sharded model, which is on the meta device, the weights and buffers of rank 0's `whole` model."""
-    aliases: dict[int, list[str]] = {}  # to_empty would make two tensors of tied weights
-    for name, p in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(p), []).append(name)
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and dist.get_backend() == "gloo":
-            module.set_force_sum_reduction_for_comms(True)  # in torch 2.8, gloo returns a sum for an average
-    model.to_empty(device=world.device)
-    for first, *others in aliases.values():
-        for other in others:
-            owner, _, attribute = other.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            source = whole.get_parameter(name).detach() if whole else None
-            p.copy_(shard_tensor(source, p, getattr(p, "placements", None), world=world))
-        for name, buffer in model.named_buffers():
-            if whole:
-                buffer.copy_(whole.get_buffer(name))
-            dist.broadcast(buffer, 0)
-    extra = world.broadcast_from_master(trial.extra_state, whole)
-    if extra:
-        model.load_state_dict(extra, strict=False)
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether sums and norms of rows are the same but for rounding."""
+    norms = expected[1]
+    return bool(((found - expected).abs() <= 1e-2 * norms + 1e-5 * norms.norm()).all())
 
 
 def shard_tensor(tensor: torch.Tensor | None, p: Any, placements: Any, *, world: World) -> torch.Tensor:
@@ -237,63 +232,28 @@ def shard_tensor(tensor: torch.Tensor | None, p: Any, placements: Any, *, world:
     The other ranks read only its shape and dtype.
     """
     like = p if tensor is None else tensor
+    full = torch.empty(like.shape, dtype=like.dtype, device=world.device)
     if world.is_master:
-        full = like.to(world.device)
-    else:
-        full = torch.empty(like.shape, dtype=like.dtype, device=world.device)
+        full.copy_(like.detach())
     if placements:
         return distribute_tensor(full, p.device_mesh, placements)
     dist.broadcast(full, 0)
-    return full
+    return full.detach()  # gloo's thread may still hold `full`, so that it could not be swapped
 
 
-def shard_state(
-    state: dict[str, Any] | None, parameters: list[torch.Tensor], splits: Splits, *, world: World
-) -> dict[str, Any]:
-    """Split rank 0's state dict of an optimizer as it was before or, if it was whole, like its parameters.
-
-    Then a tensor is split by rows if it has as many rows as its parameter. An average over columns has.
-    """
-    source = state or {}
-    shapes = world.broadcast_shapes(source)
-    if not world.is_master:
-        source = shapes
-    shared = tree_map_only(torch.Tensor, world.broadcast, {**source, "state": {}})
-    for number, values in source["state"].items():
-        shared["state"][number] = dict(values)
-        p = parameters[number] if isinstance(number, int) else None
-        for name, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            placements = None
-            if name in splits.get(number, {}):
-                dim = splits[number][name]
-                placements = [Replicate() if dim is None else Shard(dim)]
-            elif (
-                number not in splits
-                and value.dim() > 0
-                and isinstance(p, DTensor)
-                and value.size(0) == p.size(0)
-            ):
-                placements = p.placements
-            if placements:
-                value = shard_tensor(value, p, placements, world=world)
-            else:
-                value = world.broadcast(value)
-            shared["state"][number][name] = value
-    return shared
-
-
-def whole_copy(model: Any, model_class: type, device: torch.device | str) -> Any:
+def whole_copy(model: Any, device: torch.device | str) -> Any:
     """A whole copy of a sharded model on a device, in evaluation mode. All ranks must call this."""
     with torch.device("meta"), SkipInit():
-        copy = model_class(model.config)
-    with torch.no_grad():
-        # the model's own load_state_dict may take other arguments
-        nn.Module.load_state_dict(copy, copied(model.state_dict(), device), strict=False, assign=True)
-    for name, buffer in model.named_buffers():  # also those that no state dict has
+        # fully_shard has replaced GPT with FSDPGPT, a subclass of FSDPModule and GPT
+        copy = type(model).__bases__[1](model.config)
+    tensors = trial.named_tensors(model, remove_duplicate=False)
+    # not by the model's state dict, which may be its own and have a part of them
+    for name, tensor in copied(tensors, device).items():
         owner, _, attribute = name.rpartition(".")
-        copy.get_submodule(owner)._buffers[attribute] = buffer.to(device)
+        if isinstance(tensors[name], nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        setattr(copy.get_submodule(owner), attribute, tensor)
+    trial.load_extra_state(copy, trial.extra_state(model))
     copy.has_cache = model.has_cache
     return copy.eval()
 

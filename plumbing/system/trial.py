@@ -3,13 +3,12 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import gc
 import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from plumbing.cli.console import UserError, count, first_line, is_out_of_memory, print0
 from plumbing.system import devices, kernels, memory
@@ -39,8 +38,10 @@ class Trial(NamedTuple):
 
     raw_model: Any
     optimizers: list[Any]
+    make: Callable[[Any], Any]  # make(config) makes a new model
     wrap: Callable[..., Any]  # wrap(raw_model, config, layout) makes the model to train
     autocast: Callable[..., Any]  # autocast(config, world) is the context of a forward pass
+    matmul_dtype: torch.dtype  # in which --shard gathers the weights of blocks
     num_ids: int
     config: Any
     layout: Any  # a Whole
@@ -61,11 +62,6 @@ class Trial(NamedTuple):
         """Each rank's windows in a step: a multiple of B."""
         return self.config.total_batch_size // (self.config.sequence_length * self.world.size)
 
-    @property
-    def gathered_dtype(self) -> torch.dtype:
-        """In which --shard gathers the weights of blocks."""
-        return getattr(torch, "bfloat16" if self.config.dtype == "fp8" else self.config.dtype)
-
     def random_batch(self, B: int) -> torch.Tensor:
         """x and y of random ids, (2, B, T)."""
         shape = (2, B, self.config.sequence_length)
@@ -73,11 +69,7 @@ class Trial(NamedTuple):
 
     def loss(self, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with self.autocast(self.config, self.world):
-            outputs = model(x, y, return_logits=False)
-        if not isinstance(outputs, tuple):
-            kind = type(outputs).__name__
-            raise UserError(f"forward() returns a {kind}. Return (logits, loss), and what else you like.")
-        return outputs[1]
+            return loss_of(model(x, y, return_logits=False))
 
     def wrapped(self, *, compiled: bool) -> Any:
         """The model to train, with torch.compile or without it."""
@@ -107,7 +99,7 @@ class Trial(NamedTuple):
         state = memory.training_bytes(self.raw_model, self.optimizers) / self.layout.shares
         gathered = 0.0
         if self.layout.shares > 1:
-            gathered = memory.gathered_bytes(self.raw_model, self.gathered_dtype)
+            gathered = memory.gathered_bytes(self.raw_model, self.matmul_dtype)
         if len(peaks) < 2:
             return memory.Account(state, gathered, sum(peaks))
         # gradients of large weights may be the peak for few sequences, but not for more
@@ -126,11 +118,19 @@ class Fit(NamedTuple):
 
     model: Any  # the model to train, compiled and in DDP where that is asked for
     B: int
-    compiled: bool
-    attention: list[str]  # the fused kernels that may be used
-    given_up: list[str]  # names in KERNELS
     account: memory.Account
-    seconds_per_token: float  # measured on a CPU; a GPU is still busy when the trial ends
+    compiled: bool = False
+    attention: Sequence[str] = ()  # the fused kernels that may be used
+    given_up: Sequence[str] = ()  # names in KERNELS
+    seconds_per_token: float = 0.0  # measured on a CPU; a GPU is still busy when the trial ends
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returns."""
+    if not isinstance(outputs, tuple):
+        kind = type(outputs).__name__
+        raise UserError(f"forward() returns a {kind}. Return (logits, loss), and what else you like.")
+    return outputs[1]
 
 
 def find_what_fits(trial: Trial) -> Fit:
@@ -139,14 +139,15 @@ def find_what_fits(trial: Trial) -> Fit:
     All ranks give up the same. The trial may write to the model: see `undone`.
     """
     optional = prepare(trial)
+    given_up: dict[str, str] = {}
     # one sequence without torch.compile first, so that torch.compile does not hide a mistake in the model
     eager = [name for name in optional if name != COMPILED]
-    tried, given_up = attempt(functools.partial(try_sequence, trial), trial, eager)
+    tried = attempt(try_sequence, trial, eager, given_up)
     if not tried:
         raise UserError(TOO_LARGE)
     account, unused = tried
     found = find_B(trial, account, optional, given_up)
-    if not getattr(found.model, "find_unused_parameters", True):  # DDP's
+    if not getattr(found.model, "find_unused_parameters", False):  # DDP's
         check_unused(unused, trial.world)
     return found
 
@@ -154,7 +155,7 @@ def find_what_fits(trial: Trial) -> Fit:
 def prepare(trial: Trial) -> list[str]:
     """Prepare the device. Returns what may be given up: names in KERNELS."""
     optional = ["fused attention"]
-    if trial.compiles:
+    if trial.compiles and trial.layout.shares == 1:  # blocks that have been compiled stay so
         optional.append(COMPILED)
     if trial.world.device.type == "cuda":
         prepare_gpu(trial.config.sequence_length, trial.world)
@@ -171,9 +172,7 @@ def find_B(trial: Trial, account: memory.Account, optional: list[str], given_up:
         work = memory.count_parameters(trial.raw_model) * B * config.sequence_length
         if trial.compiles or (world.device.type == "cpu" and work > SLOW_WORK):
             print0(f"Trying B = {B}, which may take minutes.")
-        optional = [name for name in optional if name not in given_up]
-        tried, also_given_up = attempt(functools.partial(try_step, trial, B), trial, optional)
-        given_up |= also_given_up
+        tried = attempt(try_step, trial, optional, given_up, B)
         if tried:
             break
         if B == 1:
@@ -196,18 +195,19 @@ def find_B(trial: Trial, account: memory.Account, optional: list[str], given_up:
     )
 
 
-def attempt(action: Callable[[list[str]], Any], trial: Trial, optional: list[str]) -> tuple[Any, dict[str, str]]:
-    """Return (action(optional), what was given up for it). Without a result, if memory runs out on any rank.
+def attempt(
+    action: Callable[..., Any], trial: Trial, optional: list[str], given_up: dict[str, str], *args: Any
+) -> Any:
+    """The result of action(trial, given_up, *args), or None if memory runs out on any rank.
 
     Whenever it fails, the last name in `optional` is given up: {name: the reason}. If it still fails when none is left,
     the error is the model's, and is raised.
     """
-    given_up: dict[str, str] = {}
     world = trial.world
     while True:
         result = error = None
         try:
-            result = action(optional)
+            result = action(trial, given_up, *args)
         except UserError:
             raise
         except Exception as caught:  # torch.compile may raise anything
@@ -216,20 +216,20 @@ def attempt(action: Callable[[list[str]], Any], trial: Trial, optional: list[str
         trial.raw_model.zero_grad(set_to_none=True)
         outcome = world.max_over_ranks(outcome_of(error))
         if outcome == FITS:
-            return result, given_up
+            return result
         result = None  # frees DDP's buckets as well
         torch._dynamo.reset()  # it gives up after 8 compilations of a function, failed ones included
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
         if outcome == OUT_OF_MEMORY:
             trial.layout.recover(trial.raw_model)
-            return None, given_up
-        if not optional:
+            return None
+        left = [name for name in optional if name not in given_up]
+        if not left:
             raise error or UserError("A training step failed on another rank, which says why.")
-        name = optional[-1]
-        if outcome == NOT_COMPILED and COMPILED in optional:
+        name = left[-1]
+        if outcome == NOT_COMPILED and COMPILED in left:
             name = COMPILED
-        optional = [other for other in optional if other != name]
         given_up[name] = "on another rank"
         if error:
             given_up[name] = f"{type(error).__name__}: {first_line(error)}"
@@ -266,53 +266,69 @@ def prepare_gpu(T: int, world: World) -> None:
 
 
 @contextlib.contextmanager
-def undone(model: Any) -> Iterator[None]:
+def undone(model: Any, *, weights: bool = True) -> Iterator[None]:
     """Context that restores the model's weights, buffers and extra state, and the random state, when it ends.
 
-    Meanwhile main memory holds a copy of them.
+    Meanwhile main memory holds a copy of them. weights: False where nothing writes into the weights.
     """
-
-    def on_cpu(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach().to("cpu", copy=True)
-        return copy.deepcopy(value)
-
-    state = tree_map(on_cpu, model.state_dict())
-    buffers = tree_map(on_cpu, dict(model.named_buffers()))
+    kept = {}
+    for name, tensor in named_tensors(model).items():
+        if weights or not isinstance(tensor, torch.nn.Parameter):
+            kept[name] = tensor.detach().to("cpu", copy=True)
+    extra = copy.deepcopy(extra_state(model))
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
             try:
-                model.load_state_dict(state)
+                model.load_state_dict(model.state_dict())
             except RuntimeError as error:
                 raise UserError(
                     "The model cannot load its own state dict, so no checkpoint of this run could be used: "
                     f"{' '.join(str(error).split())}"
                 ) from None
+            load_extra_state(model, extra)
             with torch.no_grad():
-                for name, buffer in model.named_buffers():  # also those that no state dict has
-                    buffer.copy_(buffers[name])
+                for name, tensor in named_tensors(model).items():
+                    if name in kept:
+                        tensor.copy_(kept[name])
 
 
-def try_sequence(trial: Trial, optional: list[str]) -> tuple[memory.Account, list[str]]:
+def named_tensors(model: torch.nn.Module, **options: Any) -> dict[str, torch.Tensor]:
+    """The model's parameters and buffers, also those that no state dict has."""
+    return {**dict(model.named_parameters(**options)), **dict(model.named_buffers(**options))}
+
+
+def extra_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The entries of a state dict that are no parameters or buffers: see torch's get_extra_state."""
+    tensors = named_tensors(model, remove_duplicate=False)
+    return {name: value for name, value in model.state_dict().items() if name not in tensors}
+
+
+def load_extra_state(model: torch.nn.Module, extra: dict[str, Any]) -> None:
+    torch.nn.Module.load_state_dict(model, extra, strict=False)  # the model's own may take other arguments
+
+
+def try_sequence(trial: Trial, given_up: Any) -> tuple[memory.Account, list[str]]:
     """Try one sequence without torch.compile. Returns (what training takes, unused parameters).
 
-    The latter are the names of parameters on which the loss does not depend. Only DDP needs them.
+    The latter are the names of parameters on which the loss does not depend, if there are several ranks.
     """
     model, device = trial.raw_model, trial.world.device
     batch = trial.random_batch(1)
     before = devices.random_state(device)
     loss = trial.loss(model, *batch)
     unused = set()
-    if trial.layout.copies > 1 and trial.optimizers:
+    if trial.world.size > 1 and trial.optimizers:
         draws = not torch.equal(before, devices.random_state(device))
         unused = unused_parameters(model, loss)
         if draws:  # a model may leave out other blocks each time, so one forward pass does not show them all
             for _ in range(7):
                 unused |= unused_parameters(model, trial.loss(model, *batch))
     del loss
+    if trial.layout.shares > 1:
+        return estimate(trial), sorted(unused)
     memory.add_gradients(model)
     return trial.account(lambda: model, larger=2, room=trial.world.free_memory()), sorted(unused)
 
@@ -329,37 +345,27 @@ def check_unused(names: list[str], world: World) -> None:
     unused = sorted(set().union(*world.gather(names)))
     if unused:
         raise UserError(
-            f"A step does not use {count(len(unused), 'parameter')}, such as {unused[0]}, but with several ranks DDP "
-            "needs a gradient of each in every step. Delete them from the model, or set their requires_grad to False. "
-            "If each step uses others, add find_unused_parameters=True to DDP in wrap()."
+            f"A step does not use {count(len(unused), 'parameter')}, such as {unused[0]}, but several ranks need a "
+            "gradient of each in every step. Delete them from the model, or set their requires_grad to False. If each "
+            "step uses others, leave --shard out and add find_unused_parameters=True to DDP in wrap()."
         )
 
 
-def estimate(trial: Trial) -> Fit:
-    """Estimate what a trial would find, on tensors without memory."""
+def estimate(trial: Trial) -> memory.Account:
+    """Estimate what training takes, on tensors without memory."""
     world = trial.world
 
     def fake() -> Any:
         with memory.SkipInit(), world.device:
-            model = type(trial.raw_model)(trial.raw_model.config)
-        model.activation_checkpointing = trial.config.activation_checkpointing
+            model = trial.make(trial.config)
         if trial.layout.shares > 1:
-            memory.gather_blocks(model, trial.gathered_dtype)
+            memory.gather_blocks(model, trial.matmul_dtype)
         else:
             memory.add_gradients(model)
         return model
 
     with without_memory(world):
-        account = trial.account(fake, larger=max(2, trial.config.batch_size))
-    return Fit(
-        model=trial.raw_model,
-        B=trial.choose_B(account),
-        compiled=False,
-        attention=[],
-        given_up=[],
-        account=account,
-        seconds_per_token=0.0,
-    )
+        return trial.account(fake, larger=max(2, trial.config.batch_size))
 
 
 @contextlib.contextmanager
@@ -381,36 +387,10 @@ def without_memory(world: World) -> Iterator[None]:
         yield
 
 
-def try_sharded(trial: Trial) -> Fit:
-    """As `find_what_fits`, for a model of which each rank has a share. All ranks run out of memory alike."""
-    raw_model = trial.raw_model
-    optional = [name for name in prepare(trial) if name != COMPILED and hasattr(raw_model, "reset_iter_state")]
-    buffers = {name: buffer.clone() for name, buffer in raw_model.named_buffers()}
-    extra = copy.deepcopy(extra_state(raw_model))
-    try:
-        found = find_B(trial, estimate(trial).account, optional, {})
-    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        raise UserError(
-            f"--shard cannot train this model: {first_line(error)}. A block's parameters must be used in its own "
-            "forward pass only. Change that in the model, or leave --shard out."
-        ) from None
-    for name, buffer in raw_model.named_buffers():
-        buffer.copy_(buffers[name])
-    if extra:
-        raw_model.load_state_dict(extra, strict=False)
-    return found
-
-
-def extra_state(model: torch.nn.Module) -> dict[str, Any]:
-    """The entries of a state dict that are not tensors: see torch's get_extra_state."""
-    return {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
-
-
-def try_step(trial: Trial, B: int, optional: list[str]) -> tuple[Any, float]:
-    """Try a step. Returns (the model to train, compiled if that is in `optional`; a micro-step's seconds on a CPU)."""
+def try_step(trial: Trial, given_up: dict[str, str], B: int) -> tuple[Any, float]:
+    """Try a step. Returns (the model to train, compiled if that is not given up; a micro-step's seconds on a CPU)."""
     began = 0.0
-    # with --shard, blocks that have been compiled stay so
-    model = trial.wrapped(compiled=trial.compiles and (COMPILED in optional or trial.layout.shares > 1))
+    model = trial.wrapped(compiled=trial.compiles and COMPILED not in given_up)
     reserved = []
     if trial.optimizers:
         # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks, the
