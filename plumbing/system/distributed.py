@@ -55,8 +55,8 @@ class World:
 
     def gather(self, value: Result) -> list[Result]:
         """The values of all ranks, on every rank."""
-        values = [value] * self.size
-        if self.size > 1:
+        values = [value] * started_ranks()
+        if len(values) > 1:
             dist.all_gather_object(values, value)
         return values
 
@@ -95,7 +95,7 @@ class World:
             except (UserError, OSError) as caught:
                 error = caught
         errors = [error]
-        if self.size > 1:
+        if started_ranks() > 1:
             dist.broadcast_object_list(errors)
         if errors[0]:
             raise errors[0]
@@ -104,7 +104,7 @@ class World:
     def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
         """Run action(*args) on rank 0 and return its result on every rank. All ranks raise its error."""
         result: Any = self.run_on_master(action, *args)
-        if self.size == 1:
+        if started_ranks() == 1:
             return result
         shapes = self.broadcast_shapes(result)
         # its tensors, also those in tuples, lists and dicts, are broadcast one by one afterwards
@@ -125,21 +125,25 @@ class World:
         return tensor if self.is_master else shared.cpu()
 
 
+def started_ranks() -> int:
+    """The number of ranks that exchange values. A dry run may be about more."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @dataclass(frozen=True)
 class ImaginedWorld(World):
     """The ranks of another machine, of which a dry run gives an account: each does what this process would do."""
 
-    real: World = World()
     gpu_memory: float = 0.0  # of each, in bytes; 0: this machine's
 
     @property
     def device_name(self) -> str:
         if self.gpu_memory:
             return f"GPU of {self.gpu_memory / 1e9:g} GB"
-        return self.real.device_name
+        return super().device_name
 
     def free_memory(self) -> float:
-        return self.gpu_memory or self.real.free_memory()
+        return self.gpu_memory or super().free_memory()
 
     def choose_dtype(self, name: str, is_wide: bool) -> str:
         if self.gpu_memory:
@@ -148,16 +152,7 @@ class ImaginedWorld(World):
 
     @property
     def has_own_memory(self) -> bool:
-        return self.gpu_memory > 0 or self.real.has_own_memory
-
-    def gather(self, value: Result) -> list[Result]:
-        return [value] * self.size
-
-    def run_on_master(self, action: Callable[..., Result], *args: Any) -> Result | None:
-        return self.real.run_on_master(action, *args)
-
-    def broadcast_from_master(self, action: Callable[..., Result], *args: Any) -> Result:
-        return self.real.broadcast_from_master(action, *args)
+        return self.gpu_memory > 0 or super().has_own_memory
 
 
 # srun and mpirun say in these how many processes they have started, but not where those can meet

@@ -128,6 +128,5 @@ def imagined(asked: Any, world: World) -> World:
         rank=world.rank,
         size=asked.gpus or world.size,
         device=world.device,
-        real=world,
         gpu_memory=asked.gpu_memory * 1e9,
     )

@@ -56,14 +56,9 @@ def check_memory(make_model: Callable[[], Any], world: World, *, shares: int) ->
     available = world.free_memory()
     needed = 16 * parameters / shares
     if needed > available:
-        advice = "Use a smaller model, or a larger device."
-        if shares < world.size:
-            advice = (
-                f"Add --shard: then each of the {world.size} ranks needs {needed / world.size / 2**30:,.1f} GiB."
-            )
         raise UserError(
             f"This model is too large: training takes 16 bytes for each parameter, {needed / 2**30:,.1f} GiB here, but "
-            f"{available / 2**30:,.1f} GiB are free. {advice}"
+            f"{available / 2**30:,.1f} GiB are free. Use a smaller model, a larger device, or more GPUs with --shard."
         )
 
 

@@ -6,7 +6,6 @@ run can continue sharded, on another number of ranks, or in DDP. All of this lea
 
 import contextlib
 import dataclasses
-import gc
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,21 +48,31 @@ class Shared(Whole):
         exact = dataclasses.replace(config, dtype="float32")
         whole = self.world.run_on_master(first, exact)
         self.world.run_on_master(check_weights_stay, whole)
-        expected = self.world.run_on_master(sums_of_gradients, whole)
+        expected = self.world.run_on_master(steady_sums, whole)
         has_cache = self.world.broadcast_from_master(examine, whole)
+        extra = self.world.broadcast_from_master(trial.extra_state, whole)
+        tensors = self.world.run_on_master(trial.named_tensors, whole) or {}
+        del whole  # its tensors are freed as they are handed out
+
+        def hand_out(name: str, tensor: Any) -> torch.Tensor:
+            placements = getattr(tensor, "placements", None)
+            return shard_tensor(tensors.pop(name, None), tensor, placements, world=self.world)
+
         with self.explained(words=""):
-            model = self.split(empty, shard, whole, exact)
+            model = self.split(empty, shard, exact, hand_out)
+            trial.load_extra_state(model, extra)
             with exact_matmuls():
                 found = sums_of_gradients(model)
-            self.world.run_on_master(check_gradients, found, expected, whole)
-            del model
-            gc.collect()  # FSDP's hooks and modules hold each other
-            model = self.split(empty, shard, whole, config)
+            self.world.run_on_master(check_gradients, found, expected)
+            if config != exact:
+                shares = trial.named_tensors(model)
+                model = self.split(empty, shard, config, lambda name, tensor: shares[name].detach())
+                trial.load_extra_state(model, extra)
         model.has_cache = has_cache
         return model
 
-    def split(self, empty: Make, shard: Callable[..., None], whole: Any, config: Any) -> Any:
-        """A model that is shared out, with the weights, buffers and marks on parameters of rank 0's `whole` model."""
+    def split(self, empty: Make, shard: Callable[..., None], config: Any, hand_out: Callable[..., Any]) -> Any:
+        """A model that is shared out. hand_out(name, tensor): the share for this parameter or buffer."""
         with torch.device("meta"), SkipInit():
             model = empty(config)
         marks = {name: dict(vars(p)) for name, p in model.named_parameters()}
@@ -71,15 +80,12 @@ class Shared(Whole):
         for module in model.modules():
             if isinstance(module, FSDPModule) and dist.get_backend() == "gloo":
                 module.set_force_sum_reduction_for_comms(True)  # in torch 2.8, gloo returns a sum for an average
-        sources = trial.named_tensors(whole) if whole else {}
         for name, tensor in trial.named_tensors(model).items():
-            placements = getattr(tensor, "placements", None)
-            value = shard_tensor(sources.get(name), tensor, placements, world=self.world)
+            value = hand_out(name, tensor)
             if name in marks:
                 value = nn.Parameter(value, tensor.requires_grad)
                 vars(value).update(marks[name])
             torch.utils.swap_tensors(tensor, value)  # also where it is tied
-        trial.load_extra_state(model, self.world.broadcast_from_master(trial.extra_state, whole))
         return model
 
     def try_out(self, attempt: trial.Trial, examine: Any) -> trial.Fit:
@@ -199,21 +205,26 @@ def sums_of_gradients(model: Any) -> dict[str, torch.Tensor]:
     model.train()
     sums = {}
     for name, p in model.named_parameters():
-        if p.grad is not None:
-            rows = p.grad.flatten(1) if p.dim() > 1 else p.grad[None]
-            both = [rows.sum(1), rows.square().sum(1).sqrt()]
-            if isinstance(p, DTensor):
-                both = [each.full_tensor() for each in both]
-            sums[name] = torch.stack(both).cpu()
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        rows = gradient.flatten(1) if p.dim() > 1 else gradient.reshape(1, -1)
+        both: list[Any] = [rows.sum(1), rows.square().sum(1).sqrt()]
+        if isinstance(p, DTensor):
+            both = [each.full_tensor() for each in both]
+        sums[name] = torch.stack(both).detach().cpu()
     model.zero_grad(set_to_none=True)
     return sums
 
 
-def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], whole: Any) -> None:
+def steady_sums(model: Any) -> dict[str, torch.Tensor]:
+    """Those sums that are the same the next time: a model may draw random numbers."""
+    again = sums_of_gradients(model)
+    return {name: sums for name, sums in sums_of_gradients(model).items() if is_close(again[name], sums)}
+
+
+def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Raise UserError if a parameter gets another gradient than in the whole model: FSDP loses hooks, say."""
     for name, sums in expected.items():
-        # a model may draw random numbers
-        if not is_close(found[name], sums) and is_close(sums_of_gradients(whole)[name], sums):
+        if not is_close(found[name], sums):
             raise UserError(
                 f"With --shard, {name} gets another gradient than in the whole model: FSDP loses hooks on parameters, "
                 "for example. Change that in the model, or leave --shard out."

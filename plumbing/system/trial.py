@@ -71,11 +71,6 @@ class Trial(NamedTuple):
         with self.autocast(self.config, self.world):
             return loss_of(model(x, y, return_logits=False))
 
-    def wrapped(self, *, compiled: bool) -> Any:
-        """The model to train, with torch.compile or without it."""
-        config = dataclasses.replace(self.config, compile=compiled)
-        return self.wrap(self.raw_model, config, self.layout)
-
     def account(self, make: Callable[[], Any], larger: int, *, room: float = math.inf) -> memory.Account:
         """Count what a micro-step of one sequence and, if there is room for it, of a larger B take.
 
@@ -138,35 +133,20 @@ def find_what_fits(trial: Trial) -> Fit:
 
     All ranks give up the same. The trial may write to the model: see `undone`.
     """
-    optional = prepare(trial)
-    given_up: dict[str, str] = {}
-    # one sequence without torch.compile first, so that torch.compile does not hide a mistake in the model
-    eager = [name for name in optional if name != COMPILED]
-    tried = attempt(try_sequence, trial, eager, given_up)
-    if not tried:
-        raise UserError(TOO_LARGE)
-    account, unused = tried
-    found = find_B(trial, account, optional, given_up)
-    if not getattr(found.model, "find_unused_parameters", False):  # DDP's
-        check_unused(unused, trial.world)
-    return found
-
-
-def prepare(trial: Trial) -> list[str]:
-    """Prepare the device. Returns what may be given up: names in KERNELS."""
+    config, world = trial.config, trial.world
     optional = ["fused attention"]
     if trial.compiles and trial.layout.shares == 1:  # blocks that have been compiled stay so
         optional.append(COMPILED)
-    if trial.world.device.type == "cuda":
-        prepare_gpu(trial.config.sequence_length, trial.world)
+    if world.device.type == "cuda":
+        prepare_gpu(config.sequence_length, world)
         if torch.backends.cuda.cudnn_sdp_enabled():
             optional.append("cuDNN's attention")
-    return optional
-
-
-def find_B(trial: Trial, account: memory.Account, optional: list[str], given_up: dict[str, str]) -> Fit:
-    """Try a step of B, and halve B while memory runs out. given_up: what has been given up already, and why."""
-    config, world = trial.config, trial.world
+    given_up: dict[str, str] = {}
+    # one sequence without torch.compile first, so that torch.compile does not hide a mistake in the model
+    tried = attempt(try_sequence, trial, [name for name in optional if name != COMPILED], given_up)
+    if not tried:
+        raise UserError(TOO_LARGE)
+    account, unused = tried
     B = trial.choose_B(account)
     while True:
         work = memory.count_parameters(trial.raw_model) * B * config.sequence_length
@@ -182,15 +162,17 @@ def find_B(trial: Trial, account: memory.Account, optional: list[str], given_up:
     for name, reason in given_up.items():
         print0(f"warning: A training step failed with {name} ({reason}). Training continues without it.")
     model, seconds = tried
+    if not getattr(model, "find_unused_parameters", False):  # DDP's
+        check_unused(unused, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # failed trials do not count
     return Fit(
         model=model,
         B=B,
+        account=account,
         compiled=trial.compiles and COMPILED not in given_up,
         attention=devices.enabled_attention(world.device.type),
         given_up=list(given_up),
-        account=account,
         seconds_per_token=seconds / (B * config.sequence_length * world.size),
     )
 
@@ -390,7 +372,8 @@ def without_memory(world: World) -> Iterator[None]:
 def try_step(trial: Trial, given_up: dict[str, str], B: int) -> tuple[Any, float]:
     """Try a step. Returns (the model to train, compiled if that is not given up; a micro-step's seconds on a CPU)."""
     began = 0.0
-    model = trial.wrapped(compiled=trial.compiles and COMPILED not in given_up)
+    config = dataclasses.replace(trial.config, compile=trial.compiles and COMPILED not in given_up)
+    model = trial.wrap(trial.raw_model, config, trial.layout)
     reserved = []
     if trial.optimizers:
         # Memory for the optimizer state, which is allocated later: two numbers per weight. With several ranks, the
