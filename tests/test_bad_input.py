@@ -63,6 +63,7 @@ REFUSED = {
     "train_gpt2.py --decay-fraction nan": "--decay-fraction is nan",
     "train_gpt2.py --weight-decay nan": "--weight-decay is nan & 0 or more and below 1e+18",
     "train_gpt2.py --data-weights 1 1": "--data-weights is 1.0 1.0 & a share for each folder",
+    "train_gpt2.py --data a b --data-weights 1": "a share for each folder",
     "train_gpt2.py --data-weights 0": "not all 0",
     "train_gpt2.py --data-weights -1": "0 or more",
     "train_gpt2.py --data-weights nan": "0 or more",

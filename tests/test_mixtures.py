@@ -144,6 +144,7 @@ def test_the_loss_of_folders_without_shares_is_the_mean_by_their_training_window
     assert_is_mean(tmp_path, "val", (293, 56, 24))
     shown = [f"{name} {losses(tmp_path, f'val/{name}')[1]:.4f}" for name in ("docs", "chats", "code")]
     assert f"step     1 | val loss {losses(tmp_path, 'val')[1]:.4f} | {', '.join(shown)}\n" in said
+    assert ": 384 tokens, 6.4% of the run" in said
 
 
 def test_the_loss_of_folders_in_an_evaluation_is_the_mean_by_their_validation_windows(folders, whole, tmp_path):

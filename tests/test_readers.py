@@ -257,13 +257,13 @@ def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
     Path("pack/tests").mkdir(parents=True)
     files = {
         "pack/__init__.py": '"A package."\nprint("never run")\nclass C:\n  "Its class."\n'
-        '  def f(self, *, a=1):\n    "Does."\n',
+        '  def f(self, *, a=1):\n    "Does."\nasync def g():\n  "W"\n',
         "pack/tests/t.py": '"""left out"""',
         "old.py": "print 1",  # not Python 3
     }
     texts = {
         "if": "The if statement.",
-        "pack.py": "module pack\n\nA package.\n\nclass C\n\nIts class.\n\ndef f(self, *, a=1)\n\nDoes.",
+        "pack.py": "module pack\n\nA package.\n\nclass C\n\nIts class.\n\ndef f(self, *, a=1)\n\nDoes.\n\ndef g()\n\nW",
     }
     for name in "abcde":
         files[f"{name}.py"] = f'"""Module {name}."""'

@@ -228,15 +228,15 @@ def test_no_resume_of_a_folder_alone_does_not_say_what_is_to_begin(straight):
     assert "under --no-resume. Give" in refused(train_gpt2.main, "--out-dir", straight, "--no-resume")
 
 
-def test_no_resume_sets_the_old_run_aside_each_time(folder, straight, out, tmp_path):
+def test_no_resume_sets_the_old_run_aside_each_time(folder, straight, tmp_path):
     """With what the package wandb keeps there, so that the new run's curve is another one."""
-    shutil.copytree(straight, out)
+    out = shutil.copytree(straight, tmp_path / "gpt.v3")
     (out / "wandb" / "run-20261127-abc").mkdir(parents=True)
     before = listing(out)
     for seed in (1, 2):
         train(folder, out, resume=False, seed=seed, max_steps=1)
-    assert listing(tmp_path / "out.1") == before
-    assert read_log(tmp_path / "out.2")[0] != read_log(out)[0]
+    assert listing(tmp_path / "gpt.v3.1") == before
+    assert read_log(tmp_path / "gpt.v3.2")[0] != read_log(out)[0]
     assert not (out / "wandb").exists()
 
 

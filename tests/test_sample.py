@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import sample
@@ -14,6 +15,7 @@ import torch
 import train_gpt2
 from plumbing.cli.console import harmless
 from plumbing.data import tokenizers
+from plumbing.run.commands import sample_command
 from plumbing.run.huggingface import export_huggingface
 from sample import Options, fit_prompt, generate_rows, stream_text
 
@@ -223,6 +225,12 @@ def test_an_export_has_the_weights_bit_for_bit(printed, model, tmp_path):
     weights = dict(model.named_parameters())
     for name, weight in train_gpt2.load_model(folder)[0].named_parameters():
         assert torch.equal(weight, weights[name][: len(weight)])
+
+
+@pytest.mark.parametrize("enc, word", [(BYTES, "The"), (CHAT, "--chat")])
+def test_the_command_that_a_run_prints_works_for_its_code_and_whatever_its_prompt_begins_with(enc, word):
+    command = sample_command("log", enc, "-x", code=Path("other.py"))
+    assert command == ["python", "sample.py", word, ("-m", "log"), ("--code", "other.py")]
 
 
 @pytest.mark.parametrize("name", ["folder", "file", "link"])

@@ -296,7 +296,7 @@ REFUSED = {
         "does not support deepcopy",
     ),
     "a part of the model": (
-        {SCALER: '    own["norm"] = raw_model.transformer.ln_f\n' + SCALER},
+        {SCALER: '    own["norm"] = nn.ModuleList([raw_model.transformer.ln_f, nn.Linear(1, 1)])\n' + SCALER},
         "Parts.own['norm'] has shards of the model's weights",
     ),
     "an optimizer inside another one": (OPTIMIZERS["Inside"], "needs optimizers whose state_dict() has state"),
