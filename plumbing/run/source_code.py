@@ -40,8 +40,11 @@ def sources_of(config_class: type) -> dict[str, bytes]:
     """
     path = file_of(config_class)
     sources = {path.name: source_of(config_class)}
+    names = {entry.stem for entry in path.parent.iterdir()}  # the disk is asked about these alone
+    if path.parent == ROOT:
+        names -= PROGRAM
     for name, module in sorted(sys.modules.items()):
-        if path.parent == ROOT and name.split(".")[0] in PROGRAM:
+        if name.split(".")[0] not in names:
             continue
         stem = path.parent / name.replace(".", "/")
         for beside in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
