@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from plumbing.cli.console import UserError, first_line, is_out_of_memory
+from plumbing.cli.console import UserError, first_line, is_out_of_memory, note
 from plumbing.system import trial
 from plumbing.system.devices import exact_matmuls
 from plumbing.system.distributed import World
@@ -32,6 +32,11 @@ class Shared(Whole):
         super().__init__(world)
         self.shares = world.size
         self.copies = 1
+        if torch.__version__ < "2.10":  # later ones raise an error
+            note(
+                "Before torch 2.10, an optimizer that changes sums or norms of rows and columns in place, as Adafactor "
+                "does, computes other updates with --shard than without it. AdamW and Muon are right."
+            )
 
     def make(
         self,
