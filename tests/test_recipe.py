@@ -305,6 +305,7 @@ def test_presets_have_the_sizes_of_openais_models_and_gpt3s_recipes_for_them(pre
     rate, after a warm-up over 375M tokens. GPT-3 XL has batches of 1M tokens, gpt2-xl of 0.5M.
     """
     config = PRESETS[preset]
+    assert {each.out_dir for each in PRESETS.values()} == {"log", "log/quickstart", "log/baby", "log/chat"}
     millions, rate = SIZES[preset]
     model = GPT_on_meta(dataclasses.replace(config.model_config, vocab_size=50257))
     assert round(total(model.parameters()) / 1e6) == millions

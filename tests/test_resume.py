@@ -426,6 +426,7 @@ def test_what_a_signal_in_the_last_evaluation_leaves_undone_the_same_command_doe
     assert not (out / "hf").exists()
     continued(out, **SAMPLES)
     assert samples(out) == samples(straight)
+    assert newest_checkpoint(out)["finished"]
 
 
 def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_checkpoint_before(folder, out):

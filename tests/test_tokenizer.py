@@ -243,11 +243,12 @@ def test_after_a_kill_between_its_two_files_the_same_command_ends_with_the_same_
 
 def test_the_command_that_comes_next_reads_the_same_column(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_rows(Path("a.jsonl"), [{"body": "half a pair \ud83d"}, {"text": "not this"}] * 5)
-    tokenizer.main(["--input", "a.jsonl", "--out", "x.tiktoken", "--vocab-size", "260", "--text-column", "body"])
+    write_rows(Path("a.jsonl"), [{"body": "half a pair \ud83d", "head": "A"}, {"text": "not this"}] * 5)
+    words = ["--text-column", "head,body"]
+    tokenizer.main(["--input", "a.jsonl", "--out", "x.tiktoken", "--vocab-size", "260", *words])
     said = capsys.readouterr().out
-    assert printed_commands(said)[0][-2:] == ["--text-column", "body"]
-    assert "note: 5 rows left out. Line 2 of a.jsonl has no text under 'body'." in said
+    assert printed_commands(said)[0][-2:] == words
+    assert "note: 5 rows left out. Line 2 of a.jsonl has no text under 'head,body'." in said
 
 
 # {arguments: words that the line must have}

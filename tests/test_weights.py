@@ -168,7 +168,7 @@ def test_a_peers_checkpoint_is_read(name, peers, capsys):
             weight.zero_()
     model, enc = train_gpt2.load_model(str(folder / name))
     assert ("nanoGPT computes GELU exactly" in capsys.readouterr().out) == is_nanogpts
-    assert (enc.name, model.config.n_head) == ("gpt2", 2)
+    assert (enc.name, model.config.n_head, model.training) == ("gpt2", 2, False)
     assert_same_tensors(dict(model.state_dict()), dict(expected))
 
 
