@@ -99,6 +99,7 @@ REFUSED = {
     "fineweb.py --input bad.jsonl --tokenizer bytes": "Line 2 of bad.jsonl is not a valid JSON object",
     "fineweb.py --input empty.txt --tokenizer bytes": "contains no text",
     "fineweb.py --input a.pdf --tokenizer bytes": "a.pdf is not read & pdftotext",
+    "fineweb.py --input a.docx --tokenizer bytes": "a.docx is not read & pandoc",
     "fineweb.py --input a.jsonl --tokenizer big.tiktoken": "65,537 & 65,536",
     "fineweb.py --input a.jsonl --tokenizer bytes --out-dir foreign": "did not write",
     "fineweb.py --input a.jsonl --tokenizer bytes --out-dir data": "data",
@@ -174,6 +175,7 @@ def write_texts(folder):
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
     (folder / "empty.txt").touch()
     (folder / "a.pdf").write_bytes(b"%PDF-1.4")
+    (folder / "a.docx").write_bytes(b"PK")
     parquet = write_parquet(folder / "torn.parquet", ["a"])
     parquet.write_bytes(parquet.read_bytes()[:-20])
     ranks = {bytes([i]): i for i in range(256)}

@@ -313,6 +313,7 @@ def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
     [
         (UserError("In a\nb."), "error: In a\\nb."),
         (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device. Free some space"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), "a: Disk quota exceeded. Free some space"),
         (OSError(errno.EIO, "Input/output error"), "write a file: Input/output error. Check that disk"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "not enough memory. CUDA out of memory. Tried."),
         (RuntimeError("[alloc_cpu.cpp:127] can't allocate memory: you"), "memory. [alloc_cpu.cpp:127] can't"),

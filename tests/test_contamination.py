@@ -96,8 +96,10 @@ def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards,
         {"ctx": "It is the same", "endings": ["fourteen letters"]},
         {"ctx": "Another", "endings": ["example"]},
     ]
-    path = write_rows(byte_shards / "eval.jsonl", examples)
-    contamination.main(["--data", str(byte_shards), "--eval", str(path)])
+    monkeypatch.chdir(byte_shards)
+    (byte_shards / "hellaswag").mkdir()
+    write_rows(byte_shards / "hellaswag" / "hellaswag_val.jsonl", examples)  # where the program looks for itself
+    contamination.main(["--data", "."])
     said = capsys.readouterr().out
     assert "\n3 of 4 examples (75.00%) share 13 or more" in said
     assert re.findall(r"line (\d): (\d+) tokens", said) == [("3", "31"), ("1", "18"), ("2", "13")]

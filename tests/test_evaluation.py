@@ -62,11 +62,13 @@ def test_bits_per_byte_are_those_of_the_targets_text(out, tmp_path):
 @pytest.mark.gpt2
 def test_an_evaluation_has_as_many_ids_as_the_weights(trained, folder, out):
     """257 in the export of a run that trained with 320; compared with transformers."""
-    train(folder, out, init_from=trained / "hf", max_steps=0, shuffle=False, val_tokens=40 * 16)
+    changes = dict(init_from=trained / "hf", max_steps=0, shuffle=False, val_tokens=40 * 16)
+    ended = train_gpt2.main(tiny_flags(folder, out, **changes))
     x, y = windows(folder, "val", 16, masks=False)
     with torch.no_grad():
         logits = GPT2LMHeadModel.from_pretrained(trained / "hf")(x[:40]).logits
-    assert losses(out, "val")[0] == pytest.approx(F.cross_entropy(logits.mT, y[:40]).item(), abs=1e-5)
+    expected = pytest.approx(F.cross_entropy(logits.mT, y[:40]).item(), abs=1e-5)
+    assert losses(out, "val")[0] == expected == ended.losses["val"] and ended.step == 0
 
 
 def test_more_validation_tokens_than_the_split_has_count_each_window_once(data, tmp_path):

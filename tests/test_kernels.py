@@ -245,6 +245,8 @@ def test_other_errors_about_memory_are_not_out_of_memory(text):
         ("Tesla V100-SXM2-16GB", 125e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
         ("NVIDIA A10", 125e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H200", 989.4e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),

@@ -136,6 +136,7 @@ ALONE = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         ({"RANK": "0"}, "WORLD_SIZE expe"),
         ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2, but without torchrun each process would train by itself"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE is 2"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2"),
         (ALONE, "127.0.0.1, 1.* Start all ranks within a minute"),
     ],
 )

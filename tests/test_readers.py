@@ -254,11 +254,13 @@ def test_python_docs_are_the_documentation_of_this_python(tmp_path, monkeypatch)
 
 def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
     """The order of the documents is that of a hash of their names, whatever the order in which a disk lists files."""
-    Path("pack/tests").mkdir(parents=True)
+    for folder in ("pack/tests", "site-packages"):
+        Path(folder).mkdir(parents=True)
     files = {
         "pack/__init__.py": '"A package."\nprint("never run")\nclass C:\n  "Its class."\n'
         '  def f(self, *, a=1):\n    "Does."\nasync def g():\n  "W"\n',
         "pack/tests/t.py": '"""left out"""',
+        "site-packages/s.py": '"""left out"""',
         "old.py": "print 1",  # not Python 3
     }
     texts = {

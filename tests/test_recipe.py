@@ -295,6 +295,15 @@ def total(parameters):
     return sum(p.numel() for p in parameters)
 
 
+def test_presets_are_what_the_help_says():
+    gpt2, speedrun, baby = PRESETS["gpt2"], PRESETS["speedrun"], PRESETS["baby"]
+    assert speedrun.model_config == gpt2.model_config and speedrun.optimizer == "muon"
+    assert speedrun.max_steps == gpt2.max_steps // 2
+    assert (baby.n_layer, baby.n_head, baby.n_embd, baby.block_size) == (6, 6, 384, 256)
+    assert {each.out_dir for each in PRESETS.values()} == {"log", "log/quickstart", "log/baby", "log/chat"}
+    assert (gpt2.checkpoint_every, gpt2.keep_checkpoints) == (500, 2)
+
+
 SIZES = {"gpt2": (124, 6e-4), "gpt2-medium": (355, 3e-4), "gpt2-large": (774, 2.5e-4), "gpt2-xl": (1558, 2e-4)}
 
 
@@ -305,7 +314,6 @@ def test_presets_have_the_sizes_of_openais_models_and_gpt3s_recipes_for_them(pre
     rate, after a warm-up over 375M tokens. GPT-3 XL has batches of 1M tokens, gpt2-xl of 0.5M.
     """
     config = PRESETS[preset]
-    assert {each.out_dir for each in PRESETS.values()} == {"log", "log/quickstart", "log/baby", "log/chat"}
     millions, rate = SIZES[preset]
     model = GPT_on_meta(dataclasses.replace(config.model_config, vocab_size=50257))
     assert round(total(model.parameters()) / 1e6) == millions
@@ -394,9 +402,11 @@ def settings_of(out_dir):
     return config["max_steps"], config["warmup_steps"]
 
 
-def test_passes_count_the_steps(two_passes):
+def test_passes_count_the_steps(two_passes, out):
     """The warm-up is at most a tenth of them."""
     assert len(losses(two_passes)) == 24
+    train(two_passes.parent / "small", out, passes=0.001)
+    assert len(losses(out)) == 1, "at least"
     assert settings_of(two_passes) == (24, 2)
 
 

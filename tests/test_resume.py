@@ -264,7 +264,7 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
     args = [*first, *tiny_flags(folder, out, **OPTIONS)]
     [said] = run(signalled, 5, name, times, 0, args, ends=[status])
     assert "Stopped after 6 steps" in said
-    assert "Traceback" not in said
+    assert "Traceback" not in said and "Stopping after this evaluation" not in said
     assert sorted(read_log(out)) == list(range(8)), "two more, for the next start to compare"
     assert newest_checkpoint(out)["step"] == 6
     [words] = printed_commands(said)
@@ -299,6 +299,13 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGHUP)
     assert not signals
+
+
+def test_a_run_that_a_script_has_started_with_an_ampersand_is_stopped_by_sigint():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as such a script does
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signals == [signal.SIGINT]
 
 
 def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, continued, out):
@@ -365,8 +372,8 @@ def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, 
 
 @pytest.mark.gpt2
 def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, stopped, monkeypatch):
-    """Under --no-resume: its first start had ended before it set the old run aside."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of this torchrun")
+    """Under --no-resume: its first start had ended before it set the old run aside. Both have no id but the process."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert "from step 0 to 1" in train(folder, stopped, resume=False, max_steps=1)
     assert Path(f"{stopped}.1", "model_00008.pt").exists()

@@ -324,14 +324,15 @@ def test_a_model_reads_the_conversation_since_reset_with_its_own_answers(chat):
     options = Options(temperature=0, max_new_tokens=5)
     expected = []
     for lines in (["hi", "you?"], ["again"]):
-        messages = []
+        messages = [{"role": "system", "content": "Be kind."}]
         for line in lines:
             messages.append({"role": "user", "content": line})
             ids = tokenizers.render_question(messages, CHAT)
             text = "".join(stream_text(model, CHAT, ids, options=options))
             messages.append({"role": "assistant", "content": text.strip()})
             expected.append(f"{harmless(text)}\n")
-    assert chat(model, "hi\nyou?\n/reset\nagain\n").out == "".join(expected)
+    words = ["--max-new-tokens", "5", "--system", "Be kind."]
+    assert chat(model, "hi\nyou?\n/reset\nagain\n", words=words).out == "".join(expected)
 
 
 @pytest.mark.gpt2

@@ -344,6 +344,7 @@ MARKS = [
     ("row", "loss_mask", [0, 1], [1, 1]),
     ("answer", "trainable", False, True),
     ("answer", "loss_mask", 0, 1),
+    ("answer", "train_detail", [{"begin_offset": 0}], None),
     ("answer", "training_detail", [{"begin_offset": 0}], None),
 ]
 
@@ -374,7 +375,9 @@ def test_a_question_behind_the_last_answer_is_left_out(capsys):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-@pytest.mark.parametrize("key, role", [("tool_calls", "tool"), ("function_call", "function")])
+@pytest.mark.parametrize(
+    "key, role", [("tool_calls", "tool"), ("function_call", "function"), ("tool_calls", "observation")]
+)
 def test_messages_to_and_from_tools_are_left_out(name, key, role, capsys):
     rows = chats_of(24)
     call = message("assistant", None, **{key: [{"name": "f"}]})

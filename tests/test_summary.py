@@ -59,6 +59,7 @@ def test_an_account_answers_for_another_machine(shard, memory, is_told, dry_run)
     assert said["memory"].startswith(f"{memory} for weights, gradients and optimizer")
     assert said["step"] == "256 tokens = B 1 * T 16 * ranks 8 * micro-steps 2"
     assert ("more than the 40 MB free" in printed) == is_told
+    assert "--gpu" not in printed.rpartition("Next:")[2]
 
 
 def test_another_machine_is_asked_about_in_a_dry_run_only(dry_run):

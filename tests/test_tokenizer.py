@@ -254,6 +254,7 @@ def test_the_command_that_comes_next_reads_the_same_column(tmp_path, capsys, mon
 # {arguments: words that the line must have}
 BAD_INPUTS = {
     "--input a.txt --out new.tiktoken --vocab-size 256": "must be from 257",
+    "--input a.txt --out new.tiktoken --vocab-size 65537": "to 65536",
     "--input none.txt --out new.tiktoken": "To read from the Hub, use --dataset",
     "--input empty.txt --out new.tiktoken": "There is no text in",
     "": "--input is missing. Give the files to learn from. --out is missing",
