@@ -118,23 +118,38 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_pa
     assert branched(out)["step"] == 4
 
 
-def assert_refused(folder, out_dir, *texts, **options):
-    """Refused in one line with all of `texts`; nothing is written, neither here nor in the parent."""
-    before = listing(out_dir.parent)
-    refused_run(OPTIONS | dict(data=folder, out_dir=out_dir) | options, *texts)
-    assert listing(out_dir.parent) == before
+def assert_refused(*words, **settings):
+    """Refused in one line with all of `words`; nothing is written, neither here nor in the parent."""
+    place = settings["out_dir"].parent
+    before = listing(place)
+    refused_run(OPTIONS | settings, *words)
+    assert listing(place) == before
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        (dict(vocab_size=384), "has 384 rows instead of 320, and a branch keeps the shapes"),
-        (dict(init_from="gpt2"), "--branch-from and --init-from both name the weights to start from"),
-        (dict(max_steps=8), "8 steps already"),
-    ],
-)
-def test_what_the_weights_do_not_fit_is_refused(changes, reason, folder, parent, out):
-    assert_refused(folder, out, reason, branch_from=parent / "model_00008.pt", **changes)
+# {what is wrong: (settings, words of the refusal)}
+REFUSED = {
+    "another shape": (dict(vocab_size=384), ["has 384 rows instead of 320, and a branch keeps the shapes"]),
+    "two sources": (dict(init_from="gpt2"), ["--branch-from and --init-from both name the weights to start from"]),
+    "no step left": (dict(max_steps=8), ["8 steps already"]),
+    "no folder": (dict(branch_from="nowhere"), ["There is no checkpoint in nowhere"]),
+    "an export": (dict(branch_from="parent/hf"), ["There is no checkpoint in parent/hf"]),
+    "weights alone": (dict(branch_from="best/model_best.pt"), ["best/model_best.pt has", "--init-from"]),
+    "half a file": (dict(branch_from="half.pt"), ["half.pt cannot be read"]),
+    "its own folder": (dict(out_dir=Path("parent"), branch_from="parent"), ["--branch-from", "--out-dir"]),
+    # --no-resume would move the parent aside
+    "its own checkpoint": (dict(out_dir=Path("parent"), resume=False), ["--branch-from", "--out-dir"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_branched_is_refused(name, folder, parent, best, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(parent, "parent")
+    Path("best").symlink_to(best)
+    Path("half.pt").write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
+    settings, words = REFUSED[name]
+    usual = dict(data=folder, out_dir=Path("out"), branch_from="parent/model_00008.pt")
+    assert_refused(*words, **usual | settings)
 
 
 # {name: (a branch's changes, its notes about them, the steps that it reads of one order)}
@@ -190,64 +205,23 @@ def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stoppe
     assert_same_run("stopped", "out")
 
 
-@pytest.fixture
-def unfinished(parent, tmp_path):
-    """A copy of the parent without its last checkpoint."""
-    out = shutil.copytree(parent, tmp_path / "out")
-    (out / "model_00012.pt").unlink()
-    return out
-
-
-def test_a_run_does_not_continue_with_masks_that_were_not_there(folder, unfinished, tmp_path):
+def test_a_run_does_not_continue_with_masks_that_were_not_there(folder, parent, out, tmp_path):
+    shutil.copytree(parent, out, ignore=shutil.ignore_patterns("model_00012.pt"))
     copy = shutil.copytree(folder, tmp_path / "data")
     for path in copy.glob("*.npy"):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, np.ones(len(np.load(path)), np.uint8))
-    said = f"The run in {unfinished} cannot continue with", "training data", "start a branch"
-    assert_refused(copy, unfinished, *said)
+    words = f"The run in {out} cannot continue with", "training data", "start a branch"
+    assert_refused(*words, data=copy, out_dir=out)
 
 
-SOURCES = {
-    "nowhere": "There is no checkpoint in",
-    "empty": "There is no checkpoint in",
-    "parent/hf": "There is no checkpoint in",
-    "best/model_best.pt": "--init-from",
-    "model_00008.pt": "cannot be read",  # half of one
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_where_no_checkpoint_is_there_is_nothing_to_branch(name, folder, parent, best, out, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "parent").symlink_to(parent)
-    (tmp_path / "best").symlink_to(best)
-    (tmp_path / "model_00008.pt").write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
-    source = tmp_path / name
-    assert_refused(folder, out, str(source), SOURCES[name], branch_from=source)
-
-
-@pytest.mark.parametrize("name, resume", [("", True), ("model_00008.pt", False)])
-def test_a_branch_in_its_parents_folder_is_refused(name, resume, folder, parent, tmp_path):
-    """Also with --no-resume, which would move the parent aside."""
-    out = shutil.copytree(parent, tmp_path / "out")
-    options = dict(branch_from=out / name, resume=resume, max_steps=20)
-    assert_refused(folder, out, "--branch-from", "--out-dir", **options)
-
-
-@pytest.fixture
-def branch(parent, folder, out):
-    """The folder of a branch at step 4."""
-    train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS)
-    return out
-
-
-def test_a_branch_at_another_step_is_not_taken_for_the_branch(parent, folder, branch):
-    said = f"{branch} has a finished run", "branch_from was", "--no-resume"
-    assert_refused(folder, branch, *said, branch_from=parent / "model_00008.pt")
-
-
-def test_a_branch_is_continued_without_its_flag(branch, folder):
-    assert "is finished" in train(folder, branch, **OPTIONS)
+def test_a_branch_is_continued_without_its_flag_and_not_by_one_at_another_step(parent, folder, out):
+    """It begins at the rate of its step, which is no jump, although the parent ended at a tenth of it."""
+    said = train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS)
+    assert "note: The learning rate" not in said
+    assert "is finished" in train(folder, out, **OPTIONS)
+    words = f"{out} has a finished run", "branch_from was", "--no-resume"
+    assert_refused(*words, data=folder, out_dir=out, branch_from=parent / "model_00008.pt")
 
 
 def test_a_setting_that_a_branch_changes_counts_from_its_first_update_on(folder, out, tmp_path):
@@ -261,10 +235,15 @@ def test_a_setting_that_a_branch_changes_counts_from_its_first_update_on(folder,
 
 
 def test_a_branch_may_change_batch_size_rates_and_dtype_and_says_so_in_run_txt(parent, folder, out):
-    """Steps of 8 windows, then of 16. Whether the best weights are kept is no part of the recipe."""
+    """Steps of 8 windows, then of 16. Which weights are kept is no part of the recipe.
+
+    The parent's checkpoint of step 8 was temporary there, and is a milestone here.
+    """
     before = listing(parent)
-    changes = dict(total_batch_size=256, max_lr=1e-2, schedule="wsd", dtype="float16", keep_best=True)
-    train(folder, out, branch_from=parent / "model_00008.pt", **OPTIONS | changes)
+    changes = dict(total_batch_size=256, max_lr=1e-2, schedule="wsd", dtype="float16")
+    kept = dict(keep_best=True, milestone_every=8, keep_checkpoints=1)
+    train(folder, out, branch_from=parent / "model_00008.pt", **OPTIONS | changes | kept)
+    assert steps_of(out) == [8, 12]
     changed = dict(dtype=["float32", "float16"], total_batch_size=[128, 256])
     changed |= dict(max_lr=[3e-3, 1e-2], schedule=["cosine", "wsd"])
     assert branched(out) == {"parent": str(parent), "step": 8, "changed": changed}
@@ -285,18 +264,13 @@ def constant(folder):
 
 
 def test_a_finished_run_is_extended_by_its_name_and_a_number_of_steps(constant, folder, out, tmp_path):
-    """At a constant rate that is the run of this length from scratch, bit for bit."""
+    """At a constant rate that is the run of this length from scratch, bit for bit. It says whose settings it has."""
     train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24})
-    words = flags(branch_from=constant, out_dir=out, max_steps=24, device="cpu")
-    assert status_of(train_gpt2.main, words) == 0
-    assert_same_run(out, tmp_path / "long")
-
-
-def test_a_branch_says_which_settings_are_its_parents_and_not_the_presets(parent, folder, out):
-    words = flags(branch_from=parent, out_dir=out, max_steps=13, device="cpu", preset="speedrun")
+    words = flags(branch_from=constant, out_dir=out, max_steps=24, device="cpu", preset="speedrun")
     said = " ".join(refusal_of(train_gpt2.main, *words)[1].split())
+    assert_same_run(out, tmp_path / "long")
     assert "A branch keeps its parent's settings, not those of --preset speedrun." in said
-    assert f"Settings inherited from {parent}: data {folder}, " in said
+    assert f"Settings inherited from {constant}: data {folder}, " in said
     assert " block_size 32, " in said
 
 
@@ -306,7 +280,6 @@ def test_a_branch_says_which_settings_are_its_parents_and_not_the_presets(parent
         dict(data="other", max_lr=1e-3, val_every=7, max_steps=16),
         dict(max_steps=9),  # fewer than the run has done
         dict(max_steps=0),
-        dict(vocab_size=384),
         dict(block_size=64, passes=0.5),
     ],
 )
@@ -357,10 +330,6 @@ def best(folder):
     return folder.parent / "best"
 
 
-def test_the_weights_of_the_lowest_loss_are_kept(best):
-    assert_best_is(best, 8, 2.5)
-
-
 def test_a_branch_keeps_its_best_weights_apart_from_its_parents_however_often_it_is_resumed(folder, best, out):
     """The parent's 3.0 in step 2 is in the branch's log, and lower than all that the branch reaches.
 
@@ -376,48 +345,22 @@ def test_a_branch_keeps_its_best_weights_apart_from_its_parents_however_often_it
 MILESTONES = dict(max_steps=14, checkpoint_every=2, milestone_every=6, val_every=7)
 
 
-@pytest.mark.parametrize("keep, every, kept", [(3, 2, [6, 10, 12, 14]), (1, 0, [6, 12, 14])])
-def test_milestones_stay_for_good_while_other_checkpoints_go(keep, every, kept, folder, out):
-    """They are written also where no other checkpoint is due."""
-    train(folder, out, **MILESTONES | dict(keep_checkpoints=keep, checkpoint_every=every))
-    assert steps_of(out) == kept
+def test_milestones_stay_for_good_while_other_checkpoints_go(folder, out):
+    """They are written also where no other checkpoint is due. At the end 8 goes, though nothing was validated."""
+    train(folder, out, **MILESTONES | dict(keep_checkpoints=2, checkpoint_every=4, val_every=0))
+    assert steps_of(out) == [6, 12, 14]
 
 
-def test_a_run_without_validation_leaves_no_more_checkpoints_than_it_keeps(folder, out):
-    train(folder, out, val_every=0, checkpoint_every=4, keep_checkpoints=1)
-    assert steps_of(out) == [12]
-
-
-def test_a_branch_has_its_own_milestones(parent, folder, out):
-    """The parent's checkpoint of step 12 was temporary there."""
-    changes = dict(max_steps=14, milestone_every=12, keep_checkpoints=1)
-    train(folder, out, branch_from=parent, **OPTIONS | changes)
-    assert steps_of(out) == [12, 14]
-
-
-@pytest.fixture
-def at_step_8(folder, out):
-    """The folder of a run that was killed in step 9, with the milestone of step 6 and the checkpoint of step 8."""
-    args = tiny_flags(folder, out, keep_checkpoints=1, **MILESTONES)
-    run(killed_at, 9, 8, args, ends=[KILLED])
+def test_a_run_that_was_killed_keeps_milestones_what_it_did_not_write_and_its_last_validation_loss(folder, out):
+    """Whether a checkpoint is one is decided when it is written. The loss is step 7's: the next is step 14's."""
+    options = MILESTONES | dict(keep_checkpoints=1)
+    run(killed_at, 9, 8, tiny_flags(folder, out, **options), ends=[KILLED])
     assert steps_of(out) == [6, 8]
-    return out
-
-
-@pytest.mark.parametrize("milestone_every, kept", [(0, [6, 14]), (4, [6, 12, 14])])
-def test_milestones_stay_when_the_command_no_longer_asks_for_them(milestone_every, kept, folder, at_step_8):
-    """Whether a checkpoint is one is decided when it is written."""
-    train(folder, at_step_8, keep_checkpoints=1, **MILESTONES | {"milestone_every": milestone_every})
-    assert steps_of(at_step_8) == kept
-
-
-def test_a_run_that_was_killed_keeps_what_it_did_not_write_and_its_last_validation_loss(folder, at_step_8):
-    """Step 7's, as the next one is step 14's."""
-    shutil.copy(at_step_8 / "model_00006.pt", at_step_8 / "model_00003.pt")
-    train(folder, at_step_8, keep_checkpoints=1, **MILESTONES)
-    assert 3 in steps_of(at_step_8)
-    loss = load_checkpoint(at_step_8 / "model_00012.pt")["val_loss"]
-    assert loss == pytest.approx(losses(at_step_8, "val")[1], abs=1e-6)
+    shutil.copy(out / "model_00006.pt", out / "model_00003.pt")
+    train(folder, out, **options | {"milestone_every": 4})
+    assert steps_of(out) == [3, 6, 12, 14]
+    loss = load_checkpoint(out / "model_00012.pt")["val_loss"]
+    assert loss == pytest.approx(losses(out, "val")[1], abs=1e-6)
 
 
 def train_on_node(node, args):
@@ -434,12 +377,6 @@ def test_parent_and_hellaswag_need_be_on_the_first_nodes_disk_only(tmp_path):
     args = tiny_flags("data", "out", branch_from="parent", max_steps=2, hellaswag_every=2, hellaswag_data=file)
     run(train_on_node, tmp_path, args, ranks=2)
     assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 2
-
-
-def test_a_branch_of_an_earlier_checkpoint_begins_at_the_rate_of_that_step(parent, folder, out):
-    """Which is no jump, although the parent ended at a tenth of it."""
-    said = train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS)
-    assert "note: The learning rate" not in said
 
 
 @pytest.mark.parametrize(
