@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import socket
 import time
 import types
@@ -19,14 +20,14 @@ import pyarrow.parquet as pq
 import pytest
 import smoltalk
 from plumbing.cli.console import UserError
-from plumbing.data import downloads, preparation, shards, tokenizers
+from plumbing.data import downloads, shards, tokenizers
 from plumbing.data import hub as hub_files
 
 from corpora import (
     TABLES,
     as_bytes,
     die_at_rename,
-    holds,
+    documents,
     make_here,
     random_texts,
     read,
@@ -106,23 +107,17 @@ def fetched(hub):
     return re.findall(r"GET \S+/(\S+-\d\.parquet)", "\n".join(hub.asked))
 
 
-def without_meta(folder):
-    """The files of a folder but for meta.json, which says where they are from."""
-    files = listing(folder)
-    assert files.pop("meta.json")
-    return files
-
-
 def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub):
     texts = random_texts(30)
     commit = add_stories(hub, texts)
     prepare(shard_size=5000)
-    Path("local").mkdir()
     for number in range(3):
-        write_texts(f"local/{number}.parquet", texts[10 * number : 10 * number + 10])
-    make_here("local", name="copy/out", shard_size=5000)
-    assert without_meta("out") == without_meta("copy/out")
-    assert len(list(Path("out").glob("*.npy"))) > 3
+        write_texts(f"{number}.parquet", texts[10 * number : 10 * number + 10])
+    make_here("*.parquet", name="copy/out", shard_size=5000)
+    found, expected = listing("out"), listing("copy/out")
+    assert found.pop("meta.json") != expected.pop("meta.json")  # it says where they are from
+    assert found == expected
+    assert len(found) > 5
     assert shards.origin(shards.read_meta("out")) == f"OWNER/stories, default, train, {commit}"
 
 
@@ -257,22 +252,17 @@ def test_what_cannot_be_had_is_one_line(hub, files, settings, words, monkeypatch
     assert not list(tmp_path.parent.glob("x.jsonl"))
 
 
-def test_other_scripts_and_older_descriptions_beside_the_data_do_not_matter(hub, capsys):
+def test_other_files_beside_the_data_do_not_matter(hub, capsys):
+    """Scripts, older descriptions, and data of a type that fewer files have."""
     texts = random_texts(30)
     infos = json.dumps({"default": {"description": "", "features": {"text": {"dtype": "string"}}}})
     files = {"make.py": "raise SystemExit", "dataset_infos.json": infos, "README.md": "---\nlicense: mit\n---\n"}
     files |= dict.fromkeys(["LICENSE.txt", "requirements.txt", "data/readme-en.txt", "notes.md"], "not this")
-    hub.add("OWNER/old", files | {"data/stories.jsonl": jsonl(texts), "more.csv": "text\nnot this"})
+    files |= {"data/a.jsonl": jsonl(texts[:20]), "data/b.jsonl": jsonl(texts[20:])}
+    hub.add("OWNER/old", files | dict.fromkeys(["data/c.parquet", "more.csv"], "text\nnot this"))
     prepare("OWNER/old")
     assert sorted(read("out")) == sorted(as_bytes(texts))
-    assert "note: 1 file of OWNER/old left out, such as more.csv." in capsys.readouterr().out
-
-
-def test_of_several_types_the_most_common_is_read(hub, capsys):
-    hub.add("OWNER/mixed", naming("*") | {"a.parquet": "not this", "b.jsonl": LINE})
-    found = hub_files.find_files(fineweb.Options(dataset="OWNER/mixed"))
-    assert [source.name for source in found.sources] == ["a.jsonl", "b.jsonl"]
-    assert "note: 1 file of OWNER/mixed left out, such as a.parquet." in capsys.readouterr().out
+    assert "note: 2 files of OWNER/old left out, such as data/c.parquet." in capsys.readouterr().out
 
 
 def test_of_hundreds_of_configs_one_is_looked_at(hub):
@@ -308,44 +298,23 @@ def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
     assert not hub.faults
 
 
-@pytest.fixture
-def whole(hub):
-    """The folder of all shards of OWNER/stories. Then the download of its last file fails."""
+def test_after_lasting_faults_the_next_start_continues(hub, monkeypatch):
+    """It asks only for the files that are not on disk, or are damaged there."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     add_stories(hub, random_texts(30))
     prepare(shard_size=3000, out_dir="whole/out")
     hub.lasting["GET train-2"] = "wrong"
-    error = failure(shard_size=3000)
-    assert "train-2.parquet of OWNER/stories: the download differs from the" in error
-    return "whole/out"
-
-
-def test_after_a_lasting_fault_the_next_start_continues(whole, hub):
-    before = listing("out")
-    hub.lasting.clear()
-    hub.asked.clear()
-    prepare(shard_size=3000)
-    assert "train-0.parquet" not in fetched(hub)  # it is in the shards
-    after = listing("out")
-    begun = [name for name in before if "_train_" in name]
-    assert len(begun) > 1
-    for name in begun:
-        assert after[name] == before[name]
-    assert without_meta("out") == without_meta(whole)
-
-
-def test_without_a_network_the_next_start_reads_what_is_on_disk(whole, hub, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert "train-2.parquet of OWNER/stories: the download differs from the" in failure(shard_size=3000)
     hub.lasting["ANY /"] = "500"
     hub.asked.clear()
     assert "Could not download data/train-2" in failure(shard_size=3000)
     assert all("train-2" in request for request in hub.asked)
-
-
-def test_a_fetched_file_that_is_damaged_is_fetched_again(whole, hub):
     Path("out/.download/data/train-1.parquet").write_bytes(parquet(text=["not this"]))
     hub.lasting.clear()
+    hub.asked.clear()
     prepare(shard_size=3000)
-    assert without_meta("out") == without_meta(whole)
+    assert {*fetched(hub)} == {"train-1.parquet", "train-2.parquet"}
+    assert listing("out") == listing("whole/out")
 
 
 def test_one_file_is_fetched_ahead(hub):
@@ -398,40 +367,7 @@ def test_the_users_cache_is_used_offline_as_well_and_left_alone(hub, tmp_path, m
     assert np.array_equal(read("out"), tokens)
     assert read_meta("out")["made_from"]["revision"] == commit
     assert listing(tmp_path / ".hf") == before
-
-
-def test_offline_another_data_set_is_refused(hub, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    error = failure("OWNER/other")
-    assert "offline mode is enabled" in error
-    assert "--input" in error
-
-
-def table(kind):
-    """A file of forty rows with a title, a body, which is missing once, and a text inside of an object."""
-    rows = [{"title": f"T{i}", "body": f"B{i}", "doc": {"content": {"text": f"D{i}"}}} for i in range(40)]
-    rows[3]["body"] = None
-    return write_rows(f"a.{kind}", rows)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("column, text", [("title,body", "T{0}\n\nB{0}"), ("title,doc.content.text", "T{0}\n\nD{0}")])
-def test_columns_are_joined_and_objects_walked_into(column, text, kind, hub):
-    texts = [text.format(i) for i in range(40)]
-    texts[3] = texts[3].removesuffix("\n\nB3")
-    assert holds(make_here(table(kind), text_column=column), texts)
-
-
-@pytest.mark.parametrize("column", ["titel,body", "doc.content", "doc.text", "doc.content.text.x"])
-def test_a_column_that_is_not_there_is_refused_with_those_that_are(column, hub):
-    with pytest.raises(UserError, match="title, body, doc|under 'doc"):
-        make_here(table("jsonl"), text_column=column)
-
-
-def test_what_stands_for_a_file_that_git_lfs_keeps_is_not_read(hub):
-    write("train.txt", "version https://git-lfs.github.com/spec/v1\noid")
-    with pytest.raises(UserError, match="train.txt is only a pointer to a file in Git LFS. Run git lfs pull"):
-        make_here("train.txt")
+    assert re.search("offline mode is enabled.*--input", failure("OWNER/other", out_dir="other"))
 
 
 def test_conversations_of_the_hub(hub):
@@ -452,32 +388,27 @@ def test_smoltalk_is_read_in_the_config_that_has_all_of_it(hub):
     assert read_meta("smoltalk")["made_from"]["config"] == "all"
 
 
-def on_a_disk_with(free):
-    usage = types.SimpleNamespace(free=free)
-    return patched(preparation.shutil, "disk_usage", lambda folder: usage)
-
-
-def test_a_data_set_that_is_larger_than_the_disk_is_refused(hub):
-    add_stories(hub, random_texts(30))
-    with on_a_disk_with(1000):
-        error = failure()
-    assert "has 0.0 GB free. Make room, choose another --out-dir or, in fineweb.py, ask for less" in error
-    assert not fetched(hub)
-
-
-def test_a_few_tokens_of_a_data_set_that_is_larger_than_the_disk_are_made(hub):
-    """On a disk with room for four of its six files."""
+def test_what_the_disk_has_no_room_for_is_refused_before_the_download(hub, monkeypatch):
+    """Six files need room for their shards and for three at a time, a few of their tokens less."""
     content = parquet(text=random_texts(10))
     hub.add("OWNER/large", {f"data/train-{i}.parquet": content for i in range(6)})
-    with on_a_disk_with(3 * len(content)):
-        assert "Make room" in failure("OWNER/large", max_tokens=100)
-    with on_a_disk_with(4 * len(content)):
-        prepare("OWNER/large", max_tokens=100)
-    assert read_meta("out")["complete"]
+    disk = types.SimpleNamespace(free=10**8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: disk)
+    assert "need 0.4 GB, but the disk of out has 0.1 GB" in refused(
+        fineweb.main, "--pretokenized", 1, "--out-dir", "out"
+    )
+    for max_tokens, room in ((0, 9), (100, 4)):
+        disk.free = (room - 1) * len(content)
+        error = failure("OWNER/large", max_tokens=max_tokens)
+        assert "Make room, choose another --out-dir or, in fineweb.py, ask for less" in error
+        assert not fetched(hub)
+        disk.free = room * len(content)
+        prepare("OWNER/large", max_tokens=max_tokens, out_dir=f"{max_tokens}")
+        hub.asked.clear()
 
 
 def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
-    """As build-nanogpt has it; each holds whole documents."""
+    """As build-nanogpt has it."""
     texts = random_texts(60)
     files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(text=texts[20 * i : 20 * i + 20]) for i in range(3)}
     card = card_of({"sample-10BT": "sample/10BT/*", "sample-100BT": "sample/100BT/*"})
@@ -485,25 +416,21 @@ def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
     hub.add("HuggingFaceFW/fineweb-edu", files)
     fineweb.main(["--shard-size", "7000", *BYTES])
     assert "left out" not in capsys.readouterr().out  # the files of other configs are not missed
-    paths = sorted(Path("edu_fineweb10B").glob("*.npy"), key=lambda path: path.stem[-6:])
+    paths = sorted(path.name for path in Path("edu_fineweb10B").glob("*.npy"))
     train = [f"edufineweb_train_{number:06d}.npy" for number in range(1, len(paths))]
-    assert [path.name for path in paths] == ["edufineweb_val_000000.npy", *train]
-    tokens = [np.load(path) for path in paths]
-    assert np.array_equal(np.concatenate(tokens), as_bytes(texts))
-    assert len(tokens) > 3
-    for shard in tokens:
-        assert shard[0] == 256
-        assert len(shard) <= 7000
+    assert paths == [*train, "edufineweb_val_000000.npy"]
+    assert len(paths) > 3
+    assert documents("edu_fineweb10B", "val") + documents("edu_fineweb10B", "train") == texts
 
 
 @pytest.fixture
 def ready_made(hub):
-    """The three shards of 1,000 tokens that the hub has, in llm.c's format."""
+    """The three shards of 1,000 tokens that the hub has, in llm.c's format. The first one is of empty documents."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, 1000
     files = {}
     for number, name in enumerate(["val_000000", "train_000001", "train_000002"]):
-        tokens = np.full(1000, number, dtype=np.uint16)
+        tokens = np.full(1000, 50256 - number, dtype=np.uint16)
         files[f"finewebedu_{name}.bin"] = header.tobytes() + tokens.tobytes()
     hub.add("kjj0/finewebedu10B-gpt2", files)
     return files
@@ -520,10 +447,9 @@ def test_ready_made_shards_come_whole(ready_made, hub):
         fineweb.main(["--pretokenized", "2"])
     assert read_shards() == ready_made
     assert {*os.listdir("edu_fineweb10B")} == {*ready_made, *TABLES, "meta.json"}
-    meta = read_meta("edu_fineweb10B")
-    assert meta["shards"] == dict.fromkeys(ready_made, 1000)
-    assert meta["tokens"] == 3000 and meta["vocab_size"] == 50257
-    assert meta["complete"]
+    meta = shards.read_meta("edu_fineweb10B")
+    assert meta.shards == dict.fromkeys(ready_made, 1000)
+    assert (meta.tokens, meta.documents, meta.vocab_size, meta.complete) == (3000, 1000, 50257, True)
     assert "finewebedu_train_000003.bin" in refused(fineweb.main, "--pretokenized", 3)
     assert read_shards() == ready_made
 
@@ -556,12 +482,6 @@ def test_a_download_that_is_not_whole_is_not_there(fault, said, download, hub):
         download()
     assert not Path("a.bin").exists()
     assert len(hub.asked) == 2
-
-
-def test_a_download_that_the_disk_refuses_is_not_tried_again(download, hub):
-    with patched(os, "fsync", full_disk), pytest.raises(UserError, match="No space left"):
-        download()
-    assert len(hub.asked) == 1
 
 
 def test_a_file_of_the_hub_that_the_disk_refuses_is_not_fetched_again(hub):
