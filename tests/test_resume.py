@@ -91,7 +91,6 @@ MOMENTS = {  # {when a process is killed: (the steps of its checkpoints, its las
         lambda *args: args[-1].loader.position == 48,
     ),
     "half of checkpoint 8 written": ([4], torch, "save", lambda state, file: state["step"] == 8),
-    "in step 9": ([4, 8], train_gpt2, "train_step", lambda step, *rest: step == 9),
     "checkpoint 12 there, 4 not deleted": ([4, 8, 12], checkpoints, "list_checkpoints", checkpoint_12_is_there),
     "in the export at the end": ([8, 12], tokenizers, "write_encoding", lambda *args: True),
 }
@@ -109,7 +108,7 @@ def train_until(name, args):
         train_gpt2.main(args)
 
 
-@pytest.mark.parametrize("moment", [name for name in MOMENTS if name != "in step 9"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(
     moment, folder, straight, continued, out
 ):
@@ -122,15 +121,15 @@ def test_a_run_killed_at_any_moment_ends_bit_for_bit_as_if_never_interrupted(
 
 def test_each_step_has_its_samples_once(straight):
     """But step 0, where a new model's would be noise."""
-    assert [*samples(straight)] == [2, 4, 6, 8, 10, 12]
-    assert all(len(texts) == 4 for texts in samples(straight).values())
+    assert {step: len(texts) for step, texts in samples(straight).items()} == dict.fromkeys(range(2, 13, 2), 4)
 
 
 @pytest.fixture(scope="module")
 def killed(folder):
-    """The folder of a run that was killed in step 9, with checkpoints 4 and 8."""
+    """The folder of a run of --dtype auto that was killed in step 9, with checkpoints 4 and 8."""
     killed = folder.parent / "killed"
-    run(train_until, "in step 9", tiny_flags(folder, killed, **OPTIONS | SAMPLES), ends=[KILLED])
+    args = tiny_flags(folder, killed, **OPTIONS | SAMPLES | {"dtype": "auto"})
+    run(killed_at, 9, 8, args, ends=[KILLED])
     assert steps_of(killed) == [4, 8]
     (killed / ".lock").unlink()  # a killed process leaves the file, without the lock
     return killed
@@ -155,6 +154,8 @@ def test_a_damaged_checkpoint_is_skipped_and_named(continued, stopped):
 
 
 def test_what_a_killed_process_leaves_is_swept_away_and_a_line_of_the_users_stays(continued, stopped):
+    """Also in a run from before a setting existed."""
+    change_checkpoint(stopped / "model_00008.pt", lambda content: content["config"].pop("muon_momentum_warmup"))
     for name, text in (("log.txt", "9 tra"), ("samples.txt", "a note of the user's\n")):
         with open(stopped / name, "a") as file:
             file.write(text)
@@ -163,11 +164,6 @@ def test_what_a_killed_process_leaves_is_swept_away_and_a_line_of_the_users_stay
     (stopped / ".hf.part" / "config.json").write_text("{")
     continued(stopped, **SAMPLES)
     assert "a note of the user's\n" in (stopped / "samples.txt").read_text()
-
-
-def test_a_run_from_before_a_setting_existed_continues(continued, stopped):
-    change_checkpoint(stopped / "model_00008.pt", lambda content: content["config"].pop("muon_momentum_warmup"))
-    continued(stopped)
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_gives_way_to_the_newest(straight, tmp_path):
@@ -211,6 +207,7 @@ def test_a_changed_flag_is_refused_with_advice_to_continue_only_an_unfinished_ru
     refused_run(options | {"out_dir": stopped}, "has a run", "Leave these flags out to continue it")
     finished = refused_run(options | {"out_dir": straight}, "has a finished run", "in another --out-dir")
     assert "continue" not in finished
+    assert "under --no-resume. Give" in refused(train_gpt2.main, "--out-dir", stopped, "--no-resume")
 
 
 @pytest.mark.gpt2
@@ -222,10 +219,6 @@ def test_a_finished_run_is_exported_again_where_hf_holds_another_model(folder, s
     train(folder, out, dry_run=True, **OPTIONS)
     assert listing(out) == before
     continued(out)
-
-
-def test_no_resume_of_a_folder_alone_does_not_say_what_is_to_begin(straight):
-    assert "under --no-resume. Give" in refused(train_gpt2.main, "--out-dir", straight, "--no-resume")
 
 
 def test_no_resume_sets_the_old_run_aside_each_time(folder, straight, tmp_path):
@@ -272,51 +265,46 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
     assert_same_run(out, straight)
 
 
+def numbers_of(names):
+    return [signal.Signals[f"SIG{name}"] for name in names.split()]
+
+
 @needs("SIGHUP")
-def test_whatever_a_scheduler_can_be_told_to_send_stops_a_run():
+def test_whatever_a_scheduler_can_be_told_to_send_stops_a_run_and_crashes_timers_and_news_do_not():
     """By signal(7), these end a process that does not catch them. Later they do so again."""
-    numbers = [signal.Signals[f"SIG{name}"] for name in "HUP INT QUIT USR1 USR2 TERM XCPU".split()]
+    numbers = numbers_of("HUP INT QUIT USR1 USR2 TERM XCPU")
+    others = numbers_of("SEGV BUS ABRT PROF ALRM PIPE CHLD WINCH TSTP")
+    before = list(map(signal.getsignal, others))
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     with Signals() as signals:
+        assert list(map(signal.getsignal, others)) == before
         for number in numbers:
             os.kill(os.getpid(), number)
     assert signals == numbers
-    assert {signal.getsignal(number) for number in numbers} == {signal.SIG_DFL}
+    assert set(map(signal.getsignal, numbers)) == {signal.SIG_DFL}
 
 
 @needs("SIGHUP")
-def test_crashes_timers_and_news_are_not_caught():
-    numbers = [signal.Signals[f"SIG{name}"] for name in "SEGV BUS ABRT PROF ALRM PIPE CHLD WINCH TSTP".split()]
-    before = [signal.getsignal(number) for number in numbers]
-    with Signals():
-        assert [signal.getsignal(number) for number in numbers] == before
-
-
-@needs("SIGHUP")
-def test_under_nohup_a_closed_terminal_stops_nothing():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_where_both_are_ignored_a_closed_terminal_stops_nothing_and_sigint_does():
+    """nohup ignores the one, a script the other in what it starts with an ampersand."""
+    numbers = numbers_of("HUP INT")
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
     with Signals() as signals:
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert not signals
-
-
-def test_a_run_that_a_script_has_started_with_an_ampersand_is_stopped_by_sigint():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as such a script does
-    with Signals() as signals:
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in numbers:
+            os.kill(os.getpid(), number)
     assert signals == [signal.SIGINT]
 
 
-def test_the_dtype_that_was_chosen_belongs_to_the_run(folder, continued, out):
+def test_the_dtype_that_was_chosen_belongs_to_the_run(continued, stopped):
     """Where auto means float16 now, a float32 run stays one."""
-    run(signalled, 5, "SIGTERM", 1, 0, tiny_flags(folder, out, **OPTIONS | {"dtype": "auto"}))
 
     def choose(name, *args, **options):
         return choose_dtype("float16" if name == "auto" else name, *args, **options)
 
     with patched(devices, "choose_dtype", choose) as choose_dtype:
-        continued(out, dtype="auto")
+        continued(stopped, dtype="auto")
 
 
 def test_a_second_sigint_leaves_at_once(folder, out):
