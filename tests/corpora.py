@@ -110,14 +110,6 @@ def read(folder, pattern="*.npy"):
     return np.concatenate(shards)
 
 
-def damage(path, length):
-    """Cut a file to so many bytes, or remove it if the length is None."""
-    if length is None:
-        path.unlink()
-    else:
-        os.truncate(path, length)
-
-
 def read_meta(folder, name="meta.json"):
     return json.loads(Path(folder, name).read_text(encoding="utf-8"))
 
