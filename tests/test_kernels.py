@@ -24,14 +24,7 @@ def relative_error(found, expected):
 
 
 @needs("float8")
-@pytest.mark.parametrize(
-    "share, size",
-    [
-        (2.0**-40, 1e-9),
-        (1 / 4096, 1.0),
-        (2.0**10, 1e9),
-    ],
-)
+@pytest.mark.parametrize("share, size", [(2.0**-40, 1e-9), (1 / 4096, 1.0), (2.0**10, 1e9)])
 def test_a_float8_layer_agrees_with_float64_whatever_the_losss_share_in_the_step(share, size):
     """As in gradient accumulation; not even float8's gradient underflows."""
     x = torch.randn(64, 32) * size
@@ -102,13 +95,7 @@ def loss_and_gradient(loss, logits):
 
 @pytest.mark.parametrize("loss", [plain_loss, with_soft_cap, of_the_trainer])
 @pytest.mark.parametrize("chunk", [1, 3 * 48, 2**20])
-@pytest.mark.parametrize(
-    "dtype, error",
-    [
-        (torch.float32, 1e-5),
-        (torch.bfloat16, 2**-6),
-    ],
-)
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 def test_any_loss_is_computed_in_chunks(loss, chunk, dtype, error, monkeypatch):
     """Of 7 rows: one at a time, three, all."""
     monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", chunk)
@@ -121,16 +108,39 @@ def test_any_loss_is_computed_in_chunks(loss, chunk, dtype, error, monkeypatch):
     torch.testing.assert_close(gradient.double(), exact_gradient, rtol=error, atol=error / 10)
 
 
-def test_a_loss_with_parameters_trains_them_however_many_logits_there_are(monkeypatch):
+def in_a_parameter(in_chunks):
+    """Of the loss itself."""
     temperature = torch.ones(1, requires_grad=True)
-    logits = torch.randn(7, 48)
+    loss = in_chunks(lambda logits, targets: plain_loss(logits * temperature, targets))
+    return gradient_in(temperature, loss(torch.randn(7, 48), TARGETS))
 
-    def loss(logits, targets):
-        return plain_loss(logits * temperature, targets)
 
-    expected = gradient_in(temperature, loss(logits, TARGETS))
+def of_rows(in_chunks):
+    """By torch.func: gradients of single rows, as for their norms, and a derivative in forward mode."""
+    loss = in_chunks(plain_loss)
+    logits, tangent = torch.randn(2, 7, 48)
+
+    def of_row(row, target):
+        return loss(row[None].expand(7, 48), target.expand(7))
+
+    rows = torch.func.vmap(torch.func.grad(of_row))(logits, TARGETS.clamp(min=0))
+    return rows, torch.func.jvp(lambda x: loss(x, TARGETS), (logits,), (tangent,))
+
+
+def through_a_step(in_chunks):
+    """Second derivatives, as in MAML: the loss after a step, and how it depends on the weights before it."""
+    loss = in_chunks(plain_loss)
+    x, weight = torch.randn(7, 32), torch.randn(32, 48, requires_grad=True)
+    later = weight - 0.1 * gradient_in(weight, loss(x @ weight, TARGETS))
+    return gradient_in(weight, loss(x.flip(0) @ later, TARGETS))
+
+
+@pytest.mark.parametrize("derivatives", [in_a_parameter, of_rows, through_a_step])
+def test_derivatives_of_a_loss_in_chunks_are_those_of_the_whole_loss(derivatives, monkeypatch):
+    expected = derivatives(lambda loss: loss)
     monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
-    found = gradient_in(temperature, kernels.in_chunks(loss, logits, TARGETS))
+    torch.manual_seed(0)
+    found = derivatives(lambda loss: functools.partial(kernels.in_chunks, loss))
     torch.testing.assert_close(found, expected)
 
 
@@ -153,37 +163,6 @@ def test_a_loss_is_called_once_for_each_chunk_and_draws_the_same_numbers_in_both
     torch.testing.assert_close(value.detach(), (logits.detach() * drawn).sum())
     assert torch.equal(logits.grad, drawn)
     assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_torch_func_goes_through_a_loss_in_chunks(monkeypatch):
-    """Gradients of single rows, as for their norms, and a derivative in forward mode."""
-    logits, tangent = torch.randn(2, 7, 48)
-
-    def results(loss):
-        def of_row(row, target):
-            return loss(row[None].expand(7, 48), target.expand(7))
-
-        rows = torch.func.vmap(torch.func.grad(of_row))(logits, TARGETS.clamp(min=0))
-        return rows, torch.func.jvp(lambda x: loss(x, TARGETS), (logits,), (tangent,))
-
-    expected = results(plain_loss)
-    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
-    torch.testing.assert_close(results(functools.partial(kernels.in_chunks, plain_loss)), expected)
-
-
-def through_a_step(loss, x, weight):
-    """As in MAML: the loss after a step, and how it depends on the weights before it."""
-    later = weight - 0.1 * gradient_in(weight, loss(x @ weight, TARGETS))
-    return gradient_in(weight, loss(x.flip(0) @ later, TARGETS))
-
-
-def test_second_derivatives_of_a_loss_in_chunks_are_those_of_the_whole_loss(monkeypatch):
-    x = torch.randn(7, 32)
-    weight = torch.randn(32, 48, requires_grad=True)
-    expected = through_a_step(plain_loss, x, weight)
-    monkeypatch.setattr(kernels, "LOGITS_IN_CHUNK", 3 * 48)
-    in_chunks = functools.partial(kernels.in_chunks, plain_loss)
-    torch.testing.assert_close(through_a_step(in_chunks, x, weight), expected)
 
 
 def with_groups(logits, targets):
@@ -239,20 +218,18 @@ def test_other_errors_about_memory_are_not_out_of_memory(text):
     assert not is_out_of_memory(RuntimeError(text))
 
 
-@pytest.mark.parametrize(
-    "name, peak",
-    [
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA H100 80GB HBM3", 989.4e12),
-        ("NVIDIA H200", 989.4e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("cpu", None),
-    ],
-)
-def test_a_gpu_is_known_by_its_whole_name(name, peak):
-    """As torch.cuda.get_device_name gives it, with the dense TFLOP/s of its datasheet; a near miss has none."""
-    assert peak_flops(name) == peak
+PEAKS = {  # as torch.cuda.get_device_name gives it: the dense FLOP/s of its datasheet; a near miss has none
+    "Tesla V100-SXM2-16GB": 125e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
+    "cpu": None,
+}
+
+
+def test_a_gpu_is_known_by_its_whole_name():
+    assert {name: peak_flops(name) for name in PEAKS} == PEAKS

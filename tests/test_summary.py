@@ -60,6 +60,8 @@ def test_an_account_answers_for_another_machine(shard, memory, is_told, dry_run)
     assert said["step"] == "256 tokens = B 1 * T 16 * ranks 8 * micro-steps 2"
     assert ("more than the 40 MB free" in printed) == is_told
     assert "--gpu" not in printed.rpartition("Next:")[2]
+    # what is known of large models and of BPE: hours of a GPU, and how many tokens are optimal
+    assert "A100" not in printed and "compute-optimal" not in printed
 
 
 def test_another_machine_is_asked_about_in_a_dry_run_only(dry_run):
@@ -104,13 +106,6 @@ def test_a_run_of_days_on_a_cpu_is_told_what_is_shorter(data, out):
     with at_steps(stop):
         _, said, _ = refusal_of(train_gpt2.main, *args)
     assert "note: That takes more than a day. Use --preset quickstart" in said
-
-
-def test_what_is_known_of_large_models_and_of_bpe_is_not_said_of_a_small_model_of_bytes(dry_run):
-    """Hours of a GPU, and how many tokens are compute-optimal."""
-    said = dry_run(vocab_size=320)
-    assert "A100" not in said
-    assert "compute-optimal" not in said
 
 
 def test_each_optimizer_is_named_with_the_rate_that_was_set(data, out, tmp_path):
