@@ -136,7 +136,7 @@ ELSEWHERE = {
     "out of memory at the first step": "test_a_batch_that_is_too_large_is_halved_with_warnings",
     "attention that fails": "test_what_one_rank_cannot_do_all_give_up",
     "a compiler that fails": "test_a_compiler_that_fails_costs_a_warning",
-    "shapes come from weights": "test_sizes_that_the_weights_do_not_have_are_refused",
+    "shapes come from weights": "test_a_folder_whose_files_do_not_belong_together_is_refused",
     "prompts that are empty, long or have a special token": "test_odd_prompts_are_only_text",
 }
 

@@ -1,8 +1,8 @@
 """plumbing/run/huggingface.py: reads what the model computes, and writes what others read as it is."""
 
+import functools
 import json
 import os
-import re
 import shutil
 
 import pytest
@@ -76,11 +76,7 @@ def test_what_makes_no_difference_is_read(hf):
     assert_same_tensors(read(hf), expected)
     rewrite(hf, lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"].clone()}))
     assert_same_tensors(read(hf), expected)
-
-
-def test_the_embedding_may_have_the_output_layers_name(hf):
-    expected = read(hf)
-    rewrite(hf, lambda w: w.update({"lm_head.weight": w.pop("transformer.wte.weight")}))
+    rewrite(hf, lambda w: w.pop("transformer.wte.weight"), prefix="")
     assert_same_tensors(read(hf), expected)
 
 
@@ -96,49 +92,47 @@ OTHER_KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_KINDS)
-def test_another_kind_of_model_is_refused(name, hf):
-    value = OTHER_KINDS[name]
+@pytest.mark.parametrize("name, value", OTHER_KINDS.items())
+def test_another_kind_of_model_is_refused(name, value, hf):
     change_config(hf, **{name: value})
     assert f"its {name} is {value!r}, not" in refusal(load_huggingface, hf)
 
 
-@pytest.mark.parametrize("changes", [dict(vocab_size=2**40), dict(n_head=3), dict(n_layer=1)])
-def test_sizes_that_the_weights_do_not_have_are_refused(changes, hf):
-    change_config(hf, **changes)
-    assert "Copy or export the model again" in refusal(load_huggingface, hf)
-
-
-def test_a_config_that_is_none_is_refused(hf):
-    (hf / "config.json").write_bytes(b"[]")
-    assert "config.json" in refusal(load_huggingface, hf)
-
-
 NAME = "transformer.h.1.mlp.c_fc.weight"
-BAD_WEIGHTS = {
-    "a tensor is missing": (lambda w: w.pop(NAME), NAME),
-    "another shape": (lambda w: w.update({NAME: w[NAME][1:]}), NAME),
-    "an untied head": (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),
-    "not a number": (lambda w: w["transformer.wte.weight"].fill_(torch.nan), "not finite"),
-}
+BAD_WEIGHTS = [
+    (lambda w: w.pop(NAME), NAME),
+    (lambda w: w.update({NAME: w[NAME][1:]}), NAME),
+    (lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"] + 1}), "lm_head.weight"),
+    (lambda w: w["transformer.wte.weight"].fill_(torch.nan), "not finite"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_WEIGHTS)
-def test_weights_that_are_not_those_of_a_gpt2_are_refused(name, hf):
-    change, reason = BAD_WEIGHTS[name]
+@pytest.mark.parametrize("change, said", BAD_WEIGHTS)
+def test_weights_that_are_not_those_of_a_gpt2_are_refused(change, said, hf):
     rewrite(hf, change)
-    assert reason in refusal(GPT.from_pretrained, hf)
+    assert said in refusal(GPT.from_pretrained, hf)
+
+
+DAMAGES = [
+    lambda hf: os.truncate(hf / "model.safetensors", 5000),
+    lambda hf: (hf / "config.json").write_bytes(b"[]"),
+    # sizes that the weights do not have
+    lambda hf: change_config(hf, vocab_size=2**40),
+    lambda hf: change_config(hf, n_head=3),
+    lambda hf: change_config(hf, n_layer=1),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_whose_files_do_not_belong_together_is_refused(damage, hf):
+    damage(hf)
+    assert "Copy or export the model again" in refusal(load_huggingface, hf)
 
 
 def test_a_file_of_a_folder_stands_for_the_folder(hf):
     assert_same_tensors(
         load_model(str(hf / "model.safetensors"))[0].state_dict(), load_model(str(hf))[0].state_dict()
     )
-
-
-def test_weights_cut_short_are_refused(hf):
-    os.truncate(hf / "model.safetensors", 5000)
-    assert "Could not read the weights" in refusal(load_huggingface, hf)
 
 
 def test_a_pickle_is_read_where_there_is_nothing_else(hf):
@@ -184,20 +178,6 @@ def no_tables(hf, monkeypatch):
     return hf
 
 
-def change_tokenizer(hf, vocab_size):
-    """Add tokens up to vocab_size, such as one for padding."""
-    change_config(hf, vocab_size=vocab_size)
-    path = hf / "tokenizer.json"
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    for i in range(257, vocab_size):
-        fields["added_tokens"].append(fields["added_tokens"][0] | {"id": i, "content": f"[PAD{i}]"})
-    path.write_text(json.dumps(fields), encoding="utf-8")
-
-
-def test_a_folder_is_read_with_its_own_tokenizer(hf):
-    assert load_tokenizer(hf, dict(vocab_size=257)).name == "bytes"
-
-
 def test_a_model_without_a_tokenizer_has_gpt2s_if_it_has_its_size(no_tables):
     for path in no_tables.glob("tokenizer*"):
         path.unlink()
@@ -207,19 +187,22 @@ def test_a_model_without_a_tokenizer_has_gpt2s_if_it_has_its_size(no_tables):
     assert "with 50258 token ids, has no tokenizer" in told
 
 
-@pytest.mark.parametrize("vocab_size", [257, 258])
-def test_gpt2s_tokenizer_is_known_by_its_tokens(vocab_size, no_tables, monkeypatch):
-    """A token that was added to them only needs a row of the embedding."""
-    change_tokenizer(no_tables, vocab_size)
-    assert load_tokenizer(no_tables, dict(vocab_size=vocab_size)).name.startswith("bpe-")
+def test_gpt2s_tokenizer_is_known_by_its_tokens(no_tables, monkeypatch):
+    """A token that was added to them, as for padding, only needs a row of the embedding."""
+    path = no_tables / "tokenizer.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    added = fields["added_tokens"]
+    added.append(added[0] | {"id": 257, "content": "[PAD]"})
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    assert load_tokenizer(no_tables, dict(vocab_size=258)).name.startswith("bpe-")
     ranks = tokenizers.dumps(BYTES).partition("\n")[2]
     monkeypatch.setattr(tokenizers, "GPT2_RANKS", tokenizers.sha256(ranks))
-    assert load_tokenizer(no_tables, dict(vocab_size=vocab_size)) is BYTES
+    assert load_tokenizer(no_tables, dict(vocab_size=258)) is BYTES
 
 
 def test_a_damaged_tokenizer_is_refused(no_tables):
     (no_tables / "tokenizer.json").write_text("{", encoding="utf-8")
-    assert re.search("The tokenizer in .* cannot be used", refusal(load_tokenizer, no_tables, dict(vocab_size=257)))
+    assert f"The tokenizer in {no_tables} cannot be used" in refusal(load_tokenizer, no_tables, dict(vocab_size=257))
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(no_tables):
@@ -242,7 +225,6 @@ def test_what_stands_in_the_place_of_an_export_is_moved_aside_and_nothing_is_del
 
 
 NOT_THIS_MODEL = {
-    "of other weights": lambda hf: export_huggingface(tiny_model(seed=1, vocab_size=257), BYTES, hf),
     "one number is another": lambda hf: rewrite(hf, lambda w: w["ln_f.bias"][7].add_(1), ""),
     "missing": shutil.rmtree,
     "weights cut short": lambda hf: os.truncate(hf / "model.safetensors", 50),
@@ -250,12 +232,10 @@ NOT_THIS_MODEL = {
 
 
 @pytest.mark.parametrize("name", [None, *NOT_THIS_MODEL])
-def test_only_an_export_of_the_same_weights_is_taken_for_the_model(tmp_path, name):
-    model, hf = tiny_model(vocab_size=257), tmp_path / "hf"
-    export_huggingface(model, BYTES, hf)
+def test_only_an_export_of_the_same_weights_is_taken_for_the_model(hf, name):
     if name:
         NOT_THIS_MODEL[name](hf)
-    assert is_export_of(hf, model.state_dict(), BYTES) == (name is None)
+    assert is_export_of(hf, tiny_model(vocab_size=257).state_dict(), BYTES) == (name is None)
 
 
 def test_equal_models_are_written_as_equal_files_in_the_names_of_openais(hf, tmp_path):
@@ -286,34 +266,23 @@ def since(begins):
     return places - (places * begins).cummax(1).values
 
 
-def behind(first, second):
-    """Which tokens (B, T) are one of `second`, right behind one of `first`."""
-    return F.pad(first[:, :-1], (1, 0)) & second
-
-
-def is_digit(ids):
-    return (ids >= ord("0")) & (ids <= ord("9"))
-
-
-def is_capital(ids):
-    return (ids >= ord("A")) & (ids <= ord("Z"))
+def ends(pair, ids):
+    """Which of the tokens (B, T) are the second of these two."""
+    first, second = pair.encode()
+    return F.pad(ids[:, :-1] == first, (1, 0)) & (ids == second)
 
 
 # what people let a model know of a text: these ids, or neighbours, make it another model
 DEPENDS_ON = {
     "tokens since the line began": lambda ids: since(ids == 10) / 8,
     "tokens since the document began": lambda ids: since(ids == 256) / 64,
-    "a line that begins with a digit": lambda ids: behind(ids == 10, is_digit(ids)),
-    "one byte that is no text": lambda ids: ids == 200,
+    "one byte that is no text": lambda ids: ids == 255,
     "a special token": lambda ids: ids == 256,
-    "a doubled letter": lambda ids: behind(ids == ord("q"), ids == ord("q")),
-    "a digit behind a digit": lambda ids: behind(is_digit(ids), is_digit(ids)),
-    "a digit behind a capital": lambda ids: behind(is_capital(ids), is_digit(ids)),
-    "a tab behind a line end": lambda ids: behind(ids == 10, ids == 9),
-    "CR LF": lambda ids: behind(ids == 13, ids == 10),
-    "a doubled mark": lambda ids: behind(ids == ord("!"), ids == ord("!")),
     "blanks in a row": lambda ids: since(ids != 32) > 20,
+    "how long the text is": lambda ids: torch.full(ids.shape, ids.size(1) < 32),
 }
+for pair in ("qq", "!!", "42", "Q7", "\n0", "\n\t", "\r\n"):
+    DEPENDS_ON[repr(pair)] = functools.partial(ends, pair)
 
 
 def refused_export(model, hf):
@@ -322,7 +291,7 @@ def refused_export(model, hf):
     assert not hf.exists()
 
 
-LONG = ["tokens since the document began", "CR LF", "blanks in a row"]
+LONG = ["tokens since the document began", r"'\r\n'", "blanks in a row"]
 
 
 @whole_text
@@ -332,17 +301,9 @@ def test_a_model_that_depends_on_what_a_text_has_is_not_exported(name, block_siz
 
 
 @whole_text
-def test_a_model_that_depends_on_how_long_the_text_is_is_not_exported(tmp_path):
-    model = with_vector_where(lambda ids: torch.full(ids.shape, ids.size(1) < 64), block_size=64)
-    refused_export(model, tmp_path / "hf")
-
-
-@whole_text
-@pytest.mark.parametrize("size", [512, 1024, 2047])
-def test_a_model_that_changes_late_in_a_text_is_not_exported(size, tmp_path, monkeypatch):
-    """As with a window, and of whatever size the model is: not the first thousand tokens alone are compared."""
-    monkeypatch.setattr("transformers.GPT2LMHeadModel.num_parameters", lambda self: 355_000_000)
-    is_late = torch.arange(2048) >= size
+def test_a_model_that_changes_late_in_a_text_is_not_exported(tmp_path):
+    """As with a window: not the first thousand tokens alone are compared."""
+    is_late = torch.arange(2048) >= 2047
     refused_export(with_vector_where(lambda ids: is_late[: ids.size(1)], block_size=2048), tmp_path / "hf")
 
 
@@ -389,17 +350,13 @@ def test_transformers_renders_a_chat_as_smoltalk_does(chat):
     assert theirs.apply_chat_template(TALK, return_dict=True)["input_ids"] == ids
     prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert prompt == [*ids, CHAT.encode_single_token("<|assistant|>")]
-
-
-def test_a_role_that_smoltalk_does_not_know_is_an_error(chat):
     with pytest.raises(Exception, match="The role tool is not"):
-        chat[0].apply_chat_template([{"role": "tool", "content": "x"}])
+        theirs.apply_chat_template([{"role": "tool", "content": "x"}])
 
 
 def test_transformers_generates_to_the_end_of_a_turn(chat):
     theirs, model = chat
     prompt = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    assert model.generation_config.eos_token_id == [256, CHAT.encode_single_token("<|end|>")]
     ids = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
     answer = ids[prompt["input_ids"].shape[1] :]
     assert theirs.decode(answer) == "ok<|end|>"
