@@ -395,7 +395,8 @@ class Inside:
         self.pulls = state["pulls"].clone()
         self.param_groups = self.inner.param_groups
 """
-# a factor on the rate that grows with the steps, kept in the groups, as Prodigy's d and schedule-free's weights are
+# a factor on the rate that grows with the steps, kept in the groups, as Prodigy's d and schedule-free's weights are.
+# There are a number of NumPy's, one that is NaN before the first step, and tensors in a list
 GROWING = """
 
 class Growing(torch.optim.AdamW):
@@ -403,8 +404,9 @@ class Growing(torch.optim.AdamW):
         for group in self.param_groups:
             group["d"] *= 1.1
             group["k"] += 1
-            group["sums"] += group["d"]
-            group["lr"] *= group["d"] * (1 + 1 / group["k"]) * float(group["sums"])
+            group["nan"] = 1.0 if group["nan"] != group["nan"] else group["nan"] + 1
+            group["sums"] = [tensor + group["d"] for tensor in group["sums"]]
+            group["lr"] *= group["d"] * (1 + 1 / group["k"]) * (group["sums"][0].item() + group["nan"])
         super().step()
 """
 
@@ -419,7 +421,8 @@ OPTIMIZERS = {
     "Inside": {CONFIGURE: INSIDE + CONFIGURE, ADAMW: f"Inside({ADAMW})"},
     "Growing": adamw_as("Growing", GROWING)
     | {
-        BEFORE_GROUPS: "    for group in groups:\n        group |= dict(d=1.0, k=0, sums=torch.zeros(()))\n"
+        BEFORE_GROUPS: "    for group in groups:\n"
+        "        group |= dict(d=1.0, k=np.int64(0), nan=float('nan'), sums=[torch.zeros(()), torch.zeros(3)])\n"
         + BEFORE_GROUPS
     },
 }

@@ -465,7 +465,6 @@ def test_float32_state_of_bfloat16_weights_is_not_rounded_on_resume(changed):
     "name, interrupt",
     [
         ("a count", "kill"),
-        ("a count", "stop"),
         ("weights that setup makes", "stop"),
         ("an attribute that validation reads", "kill"),
     ],

@@ -100,22 +100,14 @@ def test_losses_are_those_of_one_process_with(name, folder, tmp_path):
     assert_close_runs(ours, tmp_path / "whole", atol=1e-3 if "float" in name else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["model_00006.pt", "model_best.pt"])
-def test_its_checkpoints_are_those_of_ddp(name, ddp, sharded):
-    ours = torch.load(sharded / name, weights_only=True)
-    theirs = torch.load(ddp / name, weights_only=True)
-    assert ours.keys() == theirs.keys()
-    assert ours["model"].keys() == theirs["model"].keys()
-    assert {type(value) for value in ours["model"].values()} == {torch.Tensor}
-
-
-def test_its_export_is_that_of_ddp(ddp, sharded):
-    ours = load_file(sharded / "hf" / "model.safetensors")
-    for name, weight in load_file(ddp / "hf" / "model.safetensors").items():
-        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-4)
-
-
-def test_its_samples_are_those_of_ddp(ddp, sharded):
+def test_its_checkpoints_export_and_samples_are_those_of_ddp(ddp, sharded):
+    for name in ("model_00006.pt", "model_best.pt"):
+        ours, theirs = [torch.load(out / name, weights_only=True) for out in (sharded, ddp)]
+        assert ours.keys() == theirs.keys()
+        assert ours["model"].keys() == theirs["model"].keys()
+        assert {type(value) for value in ours["model"].values()} == {torch.Tensor}
+    ours, theirs = [load_file(out / "hf" / "model.safetensors") for out in (sharded, ddp)]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     assert samples(sharded) == samples(ddp)
 
 
