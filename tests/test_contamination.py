@@ -2,6 +2,7 @@
 
 import random
 import re
+from pathlib import Path
 
 import contamination
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from plumbing.data import tokenizers
 
 from corpora import corpus, make, read, train_small, write, write_rows, write_texts
-from harness import change_meta, refused
+from harness import change_meta, make_shards, refused
 
 
 def grams(tokens):
@@ -75,17 +76,17 @@ def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted,
 
 
 @pytest.fixture
-def byte_shards(tmp_path):
-    """A folder with three shards of bytes."""
+def byte_shards(tmp_path, monkeypatch):
+    """Three shards of bytes in the current folder."""
+    monkeypatch.chdir(tmp_path)
     texts = {
         "val_000000": b"It is the same fou",
         "train_000001": b"rteen letters, rteen letters",
         "train_000002": b"the same four, the same fourteen",
     }
     for name, text in texts.items():
-        np.save(tmp_path / f"x_{name}.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
-    write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')
-    return tmp_path
+        np.save(f"x_{name}.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
+    write("meta.json", '{"tokenizer": "bytes"}')
 
 
 def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards, capsys, monkeypatch):
@@ -96,49 +97,39 @@ def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards,
         {"ctx": "It is the same", "endings": ["fourteen letters"]},
         {"ctx": "Another", "endings": ["example"]},
     ]
-    monkeypatch.chdir(byte_shards)
-    (byte_shards / "hellaswag").mkdir()
-    write_rows(byte_shards / "hellaswag" / "hellaswag_val.jsonl", examples)  # where the program looks for itself
+    Path("hellaswag").mkdir()
+    write_rows("hellaswag/hellaswag_val.jsonl", examples)  # where the program looks for itself
     contamination.main(["--data", "."])
     said = capsys.readouterr().out
     assert "\n3 of 4 examples (75.00%) share 13 or more" in said
     assert re.findall(r"line (\d): (\d+) tokens", said) == [("3", "31"), ("1", "18"), ("2", "13")]
     assert "13 tokens, the first 13 of them in x_train_000001.npy at 0: 'rteen letters'" in said
     assert "18 tokens, the first 13 of them in x_val_000000.npy at 6: 'the same fourteen '" in said
+    assert "note: 13 bytes in a row are often the same by chance" in said
 
 
 @pytest.mark.parametrize("split, length", [("train", 18), ("val", 14)])
 def test_a_folder_may_lack_a_split(split, length, byte_shards):
     """Of "It is the same four cats", the other one has "It is the same fou" or " the same four"."""
-    for path in byte_shards.glob(f"x_{split}_*"):
+    for path in Path().glob(f"x_{split}_*"):
         path.unlink()
-    path = write_rows(byte_shards / "eval.jsonl", [{"ctx": "It is the", "endings": ["same four cats"]}])
-    assert contamination.report(byte_shards, path) == {1: length}
+    path = write_rows("eval.jsonl", [{"ctx": "It is the", "endings": ["same four cats"]}])
+    assert contamination.report(".", path) == {1: length}
 
 
-def test_a_match_of_bytes_tells_little(byte_shards, capsys):
-    path = write_rows(byte_shards / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
-    contamination.report(byte_shards, path)
-    assert "note: 13 bytes in a row are often the same by chance" in capsys.readouterr().out
+# {arguments: words that the line must have}
+BAD_INPUTS = {
+    "--data none --eval text.jsonl": "no val shards in",
+    "--data half --eval text.jsonl": "are not complete",
+    "--data . --eval text.jsonl": "Line 1 of",
+    "--data . --eval short.jsonl": "has 13 tokens",
+    "--data .": "Download HellaSwag's examples with hellaswag.py",
+}
 
 
-@pytest.mark.parametrize(
-    "folder, name, words",
-    [
-        ("none", "text.jsonl", "no val shards in"),
-        (".", "text.jsonl", "Line 1 of"),
-        (".", "short.jsonl", "has 13 tokens"),
-        (".", "missing.jsonl", "Download HellaSwag's examples with hellaswag.py"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(byte_shards, folder, name, words):
-    write_rows(byte_shards / "text.jsonl", [{"text": "a"}])
-    write_rows(byte_shards / "short.jsonl", [{"ctx": "a", "endings": ["b"]}])
-    line = refused(contamination.main, "--data", byte_shards / folder, "--eval", byte_shards / name)
-    assert words in line
-
-
-def test_shards_that_are_not_complete_are_refused(byte_shards):
-    change_meta(byte_shards, complete=False)
-    path = write_rows(byte_shards / "eval.jsonl", [{"ctx": "the same", "endings": ["fourteen hats"]}])
-    assert "are not complete" in refused(contamination.main, "--data", byte_shards, "--eval", path)
+@pytest.mark.parametrize("words", BAD_INPUTS)
+def test_bad_input_is_refused_in_one_line(byte_shards, words):
+    change_meta(make_shards("half"), complete=False)
+    write_rows("text.jsonl", [{"text": "a"}])
+    write_rows("short.jsonl", [{"ctx": "a", "endings": ["b"]}])
+    assert BAD_INPUTS[words] in refused(contamination.main, *words.split())

@@ -1,19 +1,18 @@
 """plumbing/data/shards.py: the format on disk, what is refused, and what a folder of shards is known by."""
 
 import errno
+import json
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
 import pytest
-import train_gpt2
 from plumbing import files
 from plumbing.cli.console import UserError
 from plumbing.data import shards
 
-from harness import change_meta, make_shards, refused, tiny_flags
+from harness import change_meta, make_shards, refused_run
 
 
 def write_shard(path, tokens, end=b"", **changes):
@@ -88,16 +87,12 @@ def test_no_more_files_stay_open_than_a_system_allows(tmp_path, few_files):
 
 @pytest.mark.parametrize("split, length", [("train", 2000), ("val", 30)])
 def test_shards_of_llmc_are_found(tmp_path, split, length):
-    write_shard(tmp_path / "tiny_shakespeare_train.bin", range(2000))
-    write_shard(tmp_path / "tiny_shakespeare_val.bin", range(30))
+    """But not hidden files, such as macOS makes on other disks."""
+    for beginning in ("", "._"):
+        write_shard(tmp_path / f"{beginning}tiny_shakespeare_train.bin", range(2000))
+        write_shard(tmp_path / f"{beginning}tiny_shakespeare_val.bin", range(30))
     [path] = shards.find_shards(tmp_path, split)
     assert shards.open_shard(path).read().tolist() == list(range(length))
-
-
-def test_shards_of_nanogpt_are_answered_with_what_to_do(tmp_path):
-    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match="nanoGPT's, .* make shards of its text with fineweb.py --input"):
-        shards.open_shards(tmp_path, "train")
 
 
 @pytest.mark.parametrize(
@@ -111,22 +106,23 @@ def test_shards_of_nanogpt_are_answered_with_what_to_do(tmp_path):
     ],
 )
 def test_a_shard_with_another_header_is_refused(tmp_path, change):
-    path = write_shard(tmp_path / "train.bin", range(1000), **change)
-    with pytest.raises(UserError, match="damaged: its .* bytes begin with .* not with 20240520, 1 and the number"):
-        shards.open_shard(path)
+    """nanoGPT's have none."""
+    write_shard(tmp_path / "train.bin", range(1000), **change)
+    words = "bytes begin with .* not with 20240520, 1 and the number .* nanoGPT's, .* make shards of its text"
+    with pytest.raises(UserError, match=words):
+        shards.open_shards(tmp_path, "train")
 
 
 @pytest.mark.parametrize("split", ["val", "train"])
 @pytest.mark.parametrize("value", [0, 2, 255])
-def test_the_trainer_refuses_masks_that_mean_nothing(tmp_path, split, value):
+def test_the_trainer_refuses_masks_that_mean_nothing(tmp_path, out, split, value):
     """It trained at a loss of 0 where a mask left out everything."""
     folder = make_shards(tmp_path / "data", lengths=(2000, 3000), masks=True)
     [mask] = folder.glob(f"*_{split}_*.mask")
     values = np.zeros_like(np.load(mask))
     values[100] = value
     write_mask(mask, values)
-    line = refused(train_gpt2.main, *tiny_flags(folder, tmp_path / "log"))
-    assert re.search(f"The largest value in loss mask .*{mask.name} is {value}, not 1", line)
+    refused_run(dict(data=folder, out_dir=out), f"The largest value in loss mask {mask} is {value}, not 1")
 
 
 @pytest.mark.parametrize("shape, dtype", [(3, np.float32), (3, np.int64), (4, np.uint8), ((3, 1), np.uint8)])
@@ -160,25 +156,24 @@ def test_a_fingerprint_reads_little_of_a_large_file(tmp_path):
     assert shards.fingerprint([path]) != before
 
 
-def test_a_shard_that_meta_json_does_not_list_is_refused(tmp_path):
-    folder = make_shards(tmp_path)
-    change_meta(folder, shards={"tiny_train_000009.npy": 3000})
-    with pytest.raises(UserError, match="tiny_train_000001.npy has 0 tokens in meta.json and 3,000 on disk"):
-        shards.check_meta(folder, shards.read_meta(folder), shards.open_shards(folder, "train"))
+def test_a_shard_that_meta_json_does_not_list_is_refused(data, out):
+    change_meta(data, shards={"tiny_train_000009.npy": 3000})
+    words = "tiny_train_000001.npy has 0 tokens in meta.json and 3,000 on disk"
+    refused_run(dict(data=data, out_dir=out), words)
 
 
-@pytest.mark.parametrize("content", ['{"tokenizer": "bytes"}', None])  # made by hand; none, as build-nanogpt's
-def test_a_meta_json_need_not_list_the_shards(tmp_path, content):
-    folder = make_shards(tmp_path)
-    (folder / "meta.json").unlink()
-    if content:
-        (folder / "meta.json").write_text(content, encoding="utf-8")
-    shards.check_meta(folder, shards.read_meta(folder), shards.open_shards(folder, "train"))
+def test_shards_without_a_meta_json_are_complete(data):
+    """As build-nanogpt's."""
+    (data / "meta.json").unlink()
+    shards.check_meta(data, shards.read_meta(data), shards.open_shards(data, "train"))
 
 
-@pytest.mark.parametrize(
-    "content", ['{"tokenizer": "bytes", "shards": []}', "", "[]", "{}", '{"tokenizer": "byt', "[" * 100_000]
-)
+MALFORMED = ["", "[]", "{}", '{"tokenizer": "byt', "[" * 100_000, '{"tokenizer": "bytes", "shards": []}']
+for name in ("/v_train_000001.npy", "..\\v_train_000001.npy", "a.txt"):  # files elsewhere, and no shard
+    MALFORMED.append(json.dumps({"tokenizer": "bytes", "shards": {name: 5}}))
+
+
+@pytest.mark.parametrize("content", MALFORMED)
 def test_a_malformed_meta_json_is_one_line(tmp_path, content):
     (tmp_path / "meta.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match="meta.json is damaged") as refusal:
@@ -186,28 +181,15 @@ def test_a_malformed_meta_json_is_one_line(tmp_path, content):
     assert "\n" not in str(refusal.value)
 
 
-DAMAGES = {
-    "empty": lambda content: b"",
-    "cut in its header": lambda content: content[:50],
-    "cut at its end": lambda content: content[:-1],
-    # of Python in an .npy, of numbers in a .bin
-    "another header": lambda content: content[:10] + b"(" + content[11:],
-}
-
-
 @both_kinds
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_shard_is_refused(tmp_path, name, damage):
+def test_a_damaged_shard_is_refused(tmp_path, name):
+    """Cut in its header or at its end, or with another header: of Python in an .npy, of numbers in a .bin."""
     path = write_shard(tmp_path / name, range(100))
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    with pytest.raises(UserError, match="damaged"):
-        shards.open_shard(path)
-
-
-def test_a_hidden_file_is_no_shard(tmp_path):
-    write_shard(tmp_path / "x_train_000001.npy", range(100))
-    write_shard(tmp_path / "._x_train_000001.npy", range(100))  # as macOS makes them on other disks
-    assert len(shards.find_shards(tmp_path, "train")) == 1
+    content = path.read_bytes()
+    for damaged in (b"", content[:50], content[:-1], content[:10] + b"(" + content[11:]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged"):
+            shards.open_shard(path)
 
 
 @pytest.mark.parametrize(
