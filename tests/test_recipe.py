@@ -169,25 +169,9 @@ def run_of(folder, large):
     return find
 
 
-def with_other_value(name, run_of):
-    """A run's folder, and its settings but for another value of this one."""
-    value = OTHER_VALUES[name]
-    if value == "OTHER RUN":
-        value = run_of(seed=3, max_steps=2)[0]
-    out_dir, settings = run_of(**MATTERS_WITH.get(name, {}))
-    return out_dir, settings | {name: value}
-
-
 def differ(ours, theirs):
     """Whether two streams have other values at a step that both have."""
     return any(ours[step] != theirs[step] for step in ours.keys() & theirs.keys())
-
-
-@pytest.mark.parametrize("name", RECIPE)
-def test_a_setting_of_the_recipe_that_is_changed_alone_changes_the_losses(name, run_of):
-    out_dir, changed = with_other_value(name, run_of)
-    other_dir, _ = run_of(**changed)
-    assert any(differ(read_log(out_dir, stream), read_log(other_dir, stream)) for stream in ("train", "val"))
 
 
 # where it is not "... was 0.1, now 0.2": the weights say so first, and two settings are a number of steps
@@ -201,11 +185,17 @@ REFUSED_AS = {
 
 
 @pytest.mark.parametrize("name", RECIPE)
-def test_a_run_does_not_continue_with_another_value_of_a_setting_of_its_recipe(name, run_of):
-    out_dir, changed = with_other_value(name, run_of)
+def test_a_setting_of_the_recipe_that_is_changed_alone_continues_no_run_and_changes_the_losses(name, run_of):
+    value = OTHER_VALUES[name]
+    if value == "OTHER RUN":
+        value = run_of(seed=3, max_steps=2)[0]
+    out_dir, settings = run_of(**MATTERS_WITH.get(name, {}))
+    changed = settings | {name: value}
     before = listing(out_dir)
     refused_run(changed | {"out_dir": out_dir}, REFUSED_AS.get(name, f"{name} was"))
     assert listing(out_dir) == before
+    other_dir, _ = run_of(**changed)
+    assert any(differ(read_log(out_dir, stream), read_log(other_dir, stream)) for stream in ("train", "val"))
 
 
 @pytest.mark.parametrize("name, values", [("grad_clip", (0, 9999)), ("activation_checkpointing", (False, True))])
@@ -402,12 +392,9 @@ def settings_of(out_dir):
     return config["max_steps"], config["warmup_steps"]
 
 
-def test_passes_count_the_steps(two_passes, out):
+def test_passes_count_the_steps(two_passes):
     """The warm-up is at most a tenth of them."""
-    assert len(losses(two_passes)) == 24
-    train(two_passes.parent / "small", out, passes=0.001)
-    assert len(losses(out)) == 1, "at least"
-    assert settings_of(two_passes) == (24, 2)
+    assert settings_of(two_passes) == (len(losses(two_passes)), 2) == (24, 2)
 
 
 @pytest.mark.parametrize("changes, steps", [(dict(max_steps=30), 30), (dict(passes=3, warmup_steps=3), 36)])
@@ -417,33 +404,27 @@ def test_a_run_of_passes_may_have_a_branch_of_steps_or_other_passes(changes, ste
     assert settings_of(out)[0] == len(losses(out)) == steps
 
 
-def test_passes_are_over_all_folders(small, tmp_path):
-    """97 windows in one, 62 in the other: 159 are 19.9 steps of 8."""
+def test_the_steps_of_passes_over_all_folders_and_of_tokens_for_each_parameter(small, tmp_path):
+    """97 windows in one folder, 62 in the other: 159 are 19.9 steps of 8. There is at least one step.
+
+    2,489,518,080 tokens for GPT-2's 124,475,904 parameters, with 50,304 rows in the embedding: 4,748.4 steps.
+    """
     other = make_shards(tmp_path / "other", (2000, 1000))
-    config = TrainConfig(sequence_length=16, total_batch_size=128, passes=1)
-    assert train_gpt2.count_steps(config, [small, other]) == 20
+    of_8 = TrainConfig(sequence_length=16, total_batch_size=128, passes=1)
+    assert train_gpt2.count_steps(of_8, [small, other]) == 20
+    assert train_gpt2.count_steps(dataclasses.replace(of_8, passes=0.001), [small]) == 1
+    assert train_gpt2.count_steps(TrainConfig(tokens_per_parameter=20), []) == 4748
 
 
 @pytest.mark.parametrize("passes", [0.1, 0.25, 0.5, 1, 3])
 @pytest.mark.parametrize("batch_ramp", [0, 2**15, 2**17, 2**19])
 def test_passes_read_as_many_tokens_as_they_say_also_where_they_end_in_a_batch_ramp(batch_ramp, passes, large):
     """To a step, whose size has four rungs."""
-    config = TrainConfig(
-        data=(str(large),),
-        sequence_length=32,
-        total_batch_size=2**17,
-        batch_ramp=batch_ramp,
-        passes=passes,
-    )
+    config = TrainConfig(sequence_length=32, total_batch_size=2**17, batch_ramp=batch_ramp, passes=passes)
     read = 0
     for _ in range(train_gpt2.count_steps(config, [large])):
         read += get_batch_size(read, config)
     assert abs(read - passes * 3 * 2**16) <= 2**17
-
-
-def test_twenty_tokens_for_each_of_gpt2s_parameters():
-    """2,489,518,080 for its 124,475,904, with 50,304 rows in the embedding: 4,748.4 steps of 524,288."""
-    assert train_gpt2.count_steps(TrainConfig(tokens_per_parameter=20), []) == 4748
 
 
 def test_an_evaluation_has_no_use_for_passes(folder):
