@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from corpora import write_parquet
-from edits import Changed
+from edits import Changed, write_trainer
 from harness import ROOT, elastic_worker, examples_file, flags, make_shards, read_log, run, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -97,26 +97,17 @@ JOURNEYS = {
         "python train_gpt2.py --branch-from log --out-dir log/longer": FOUR_STEPS,
         "python train_gpt2.py --out-dir log/constant": MY_TEXTS,
         "python train_gpt2.py --branch-from log/constant/model_10000.pt --out-dir log/decayed": FIRST,
-        "python train_gpt2.py --batch-ramp 300000000": [
-            *SHORT,
-            "--data",
-            "docs",
-            *LENGTH,
-            "--total-batch-size",
-            "32768",
-            "--dry-run",
-        ],
+        "python train_gpt2.py --batch-ramp 300000000": [*SMALL, "--total-batch-size", "32768", "--dry-run"],
         "python train_gpt2.py --sequence-length 2048": [*MY_TEXTS, "--dry-run"],
     },
 }
 TORCHRUN = "torchrun --standalone --nproc-per-node="
 TEXTS = [*MY_TEXTS, "--checkpoint-every", "1"]
 JOURNEYS["an operator of a cluster"] = {
-    "python train_gpt2.py --preset gpt2-xl --shard --dry-run --gpus 16": [],
-    TORCHRUN + "8 train_gpt2.py": TEXTS,
+    "python train_gpt2.py --preset gpt2-xl --shard --dry-run --gpus 16": ["--n-layer", "2"],
     TORCHRUN + "8 train_gpt2.py --preset gpt2-xl --shard": TEXTS,
     TORCHRUN + "8 --max-restarts=2 --log-dir=ranks --tee=3 train_gpt2.py": TEXTS,
-    "torchrun --nnodes=2": [*TEXTS, "--out-dir", "log/nodes"],
+    "torchrun --nnodes=2": TEXTS,
 }
 JOURNEYS["the same after a kill"] = {
     TORCHRUN + "4 train_gpt2.py --out-dir log": [],
@@ -127,6 +118,7 @@ NOT_RUN = {
     "python3 -m venv .venv": "installs a Python",
     "pip install": "needs a package index; .ci/run does it for the requirements",
     "python -m pytest": "is what runs this test",
+    TORCHRUN + "8 train_gpt2.py": "is run as on two nodes",
     "python -m plumbing.run.compare": "is no program of the top level; test_compare.py runs it",
     "transformers serve log/chats/hf": "is a server, whose packages are not among the requirements",
     "jupyter lab play.ipynb": "is a server; test_notebook.py runs the notebook",
@@ -180,25 +172,20 @@ def test_every_command_is_run_or_has_a_reason():
     assert {entry(command) for command in commands()} == listed
 
 
-def changed_trainers():
-    """{name: source} of the copies of train_gpt2.py that the text's diffs make."""
-    changed = {}
-    changes = r"^--- train_gpt2.py\n\+\+\+ (\w+).py\n(.*?)^(?=---|```)"
-    for name, diff in re.findall(changes, TEXT, re.DOTALL | re.MULTILINE):
-        source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-        for hunk in re.split(r"^@@ .* @@\n", diff, flags=re.MULTILINE)[1:]:
-            before = "".join(re.findall(r"^[ -](.*\n)", hunk, re.MULTILINE))
-            after = "".join(re.findall(r"^[ +](.*\n)", hunk, re.MULTILINE))
-            assert source.count(before) == 1, before
-            source = source.replace(before, after)
-        changed[name] = source
-    return changed
+def write_changed_trainers(folder):
+    """The copies of train_gpt2.py that the text's diffs make."""
+    changes = r"(?ms)^--- train_gpt2.py\n\+\+\+ (\w+.py)\n(.*?)^(?=---|```)"
+    for name, diff in re.findall(changes, TEXT):
+        edits = {}
+        for hunk in re.split(r"(?m)^@@ .* @@\n", diff)[1:]:
+            before = re.sub(r"(?m)^\+.*\n|^[ -]", "", hunk)
+            edits[before] = re.sub(r"(?m)^-.*\n|^[ +]", "", hunk)
+        write_trainer(folder / name, edits)
 
 
 def make_inputs(folder):
     """The files that the reader is supposed to have."""
-    for name, source in changed_trainers().items():
-        (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    write_changed_trainers(folder)
     text = 80 * "ROMEO:\nWhat light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n"
     (folder / "tinyshakespeare.txt").write_text(text, encoding="utf-8")
     for name in ("texts", "tests", "plumbing/data"):
@@ -321,19 +308,6 @@ def test_every_flag_that_the_readme_names_is_one_of_a_program():
     assert named - known == set()
 
 
-@pytest.mark.gpt2
-def test_the_places_that_the_readme_names_for_the_lecture_are_in_the_trainer():
-    source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    table = README.partition("| in the lecture |")[2].partition("\n\n")[0]
-    places = " ".join(row.split(" | ")[1] for row in table.splitlines()[2:] if "](" not in row)
-    names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", places)]
-    assert len(names) > 20
-    assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
-    comments = re.findall(r'the comment "(.*?)"', " ".join(README.split()))
-    assert comments
-    assert [comment for comment in comments if f"# {comment}" not in source] == []
-
-
 LECTURE = """
 torch.autocast( flash F.scaled_dot_product_attention F.cross_entropy( clip_grad_norm_( torch.compile( DDP(
 torch.manual_seed RANK torchrun MFU no_sync( 50,304 TF32
@@ -341,6 +315,13 @@ torch.manual_seed RANK torchrun MFU no_sync( 50,304 TF32
 
 
 @pytest.mark.gpt2
-def test_the_lectures_words_are_in_the_trainer():
+def test_the_lectures_words_and_the_places_that_the_readme_names_for_them_are_in_the_trainer():
     source = (ROOT / "train_gpt2.py").read_text(encoding="utf-8")
-    assert [word for word in LECTURE.split() if word not in source] == []
+    table = README.partition("| in the lecture |")[2].partition("\n\n")[0]
+    places = " ".join(row.split(" | ")[1] for row in table.splitlines()[2:] if "](" not in row)
+    names = re.findall(r"`[\w.]*?(\w+)`", places)
+    comments = re.findall(r'the comment "(.*?)"', " ".join(README.split()))
+    assert len(names) > 20 and comments
+    assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
+    words = [*LECTURE.split(), *(f"# {comment}" for comment in comments)]
+    assert [word for word in words if word not in source] == []
