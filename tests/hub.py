@@ -12,7 +12,7 @@ import huggingface_hub
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Data sets by name, plain files by path. A fault in `server.faults` is met once, in `server.lasting` always."""
+    """Data sets by name. A fault in `server.faults` is met once, in `server.lasting` always."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # an answer's headers and content come in two packets, and each would take 40 ms
@@ -27,8 +27,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault.isdigit():
             self.refuse(int(fault), "Fault")
-        elif path in self.server.files:
-            self.answer(200, self.server.files[path], fault=fault)
         else:
             self.reply(fault)
 
@@ -116,7 +114,6 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.data_sets = {}
-        self.files = {}
         self.renamed = {}
         self.asked = []
         self.faults = {}

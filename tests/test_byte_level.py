@@ -25,7 +25,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, RobertaTokenizerFast
 
 from corpora import GPT4, corpus, make_here, odd_texts, write
-from harness import losses, refusal_of, status_of, talk, tiny_flags
+from harness import losses, refusal_of, status_of, talk, tiny_flags, tiny_model
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLIT = pre_tokenizers.Split(Regex(GPT4), "isolated")
@@ -167,11 +167,8 @@ def test_a_name_on_the_hub_is_a_model_with_its_tokenizer(german, monkeypatch):
 
 @pytest.mark.gpt2
 def test_a_chat_model_keeps_its_tokenizer_and_adds_the_markers(german):
-    enc = tokenizers.with_chat(load_saved_model("german").enc)
-    model = train_gpt2.GPT.from_pretrained("german")
-    extended = train_gpt2.GPT(type(model.config)(**vars(model.config) | {"vocab_size": 640}))
-    extended.load_state_dict(extended.extend(model.state_dict()))
-    export_huggingface(extended, enc, Path("hf"))
+    enc = tokenizers.with_chat(tokenizers.get_encoding("german"))
+    export_huggingface(tiny_model(vocab_size=640), enc, Path("hf"))
     theirs = AutoTokenizer.from_pretrained("hf")
     ids = tokenizers.render_conversation(talk("Hi ", "caf\u00e9"), enc)[0]
     assert theirs.apply_chat_template(talk("Hi ", "caf\u00e9"), return_dict=True)["input_ids"] == ids

@@ -44,7 +44,6 @@ def planted(tmp_path_factory):
         return " ".join(rng.choice(words) for _ in range(count))
 
     texts = [nonsense(30) for _ in range(60)]
-    write_texts(folder / "clean.jsonl", texts)
     examples = [{"ctx": nonsense(20), "endings": [nonsense(9) for _ in range(4)]} for _ in range(60)]
     for i in range(0, 58, 7):
         whole = f"{examples[i]['ctx']} {examples[i]['endings'][i % 4]}"
@@ -59,20 +58,17 @@ def planted(tmp_path_factory):
 
 
 # of shards of 20 tokens, most of the quoted runs begin in one shard and end in another
-@pytest.mark.parametrize("name, shard_size", [("texts", 10**6), ("texts", 20), ("clean", 10**6)])
-def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted, name, shard_size, monkeypatch):
+@pytest.mark.parametrize("shard_size", [10**6, 20])
+def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted, shard_size, monkeypatch):
     monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
     monkeypatch.setattr(contamination, "BLOCK", 50)
     folder, examples = planted
     options = dict(tokenizer=str(folder / "small.tiktoken"), shard_size=shard_size)
-    shards = make(tmp_path, folder / f"{name}.jsonl", **options)
+    shards = make(tmp_path, folder / "texts.jsonl", **options)
     found = set(contamination.report(shards, folder / "eval.jsonl"))
     assert found == naive_contamination(examples, read(shards).tolist(), train_small("gpt2"))
-    if name == "clean":
-        assert not found
-    else:
-        assert found >= set(range(1, 59, 7))
-        assert 2 not in found
+    assert found >= set(range(1, 59, 7))
+    assert 2 not in found
 
 
 @pytest.fixture

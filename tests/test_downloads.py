@@ -78,8 +78,8 @@ def parquet(**columns):
     return file.getvalue()
 
 
-def jsonl(texts, **more):
-    return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts)
+def jsonl(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def add_stories(hub, texts):
@@ -468,8 +468,9 @@ DIGEST = hashlib.sha1(b"blob 7000\0" + CONTENT).hexdigest()  # as git has it, an
 @pytest.fixture
 def download(hub):
     """Download CONTENT to a.bin."""
-    hub.files = {"/a.bin": CONTENT}
-    return lambda: downloads.download(f"{hub.url}/a.bin", "a.bin", DIGEST, advice="Call a friend.")
+    hub.add("OWNER/plain", {"a.bin": CONTENT})
+    url = f"{hub.url}/datasets/OWNER/plain/resolve/main/a.bin"
+    return lambda: downloads.download(url, "a.bin", DIGEST, advice="Call a friend.")
 
 
 @pytest.mark.parametrize(

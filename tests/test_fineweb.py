@@ -29,7 +29,6 @@ from corpora import (
     read,
     read_meta,
     write,
-    write_parquet,
     write_rows,
     write_texts,
 )
@@ -109,15 +108,6 @@ def test_every_input_has_two_splits(texts):
     train = read(folder, "*_train_*")
     assert 0 < len(val) < 0.2 * len(train)
     assert sorted([*val, *train]) == sorted(as_bytes(texts))
-
-
-def test_of_pythons_documentation_the_first_shard_is_for_validation(monkeypatch):
-    texts = [chr(ord("a") + number) * 99 for number in range(20)]
-    monkeypatch.setattr(python_docs, "python_docs", lambda: texts)
-    folder = make_here(dataset="python-docs", tokenizer="", shard_size=1000)  # bytes, unless another one is typed
-    assert documents(folder, "val") == texts[:10]
-    assert documents(folder, "train") == texts[10:]
-    assert {path.name[:11] for path in folder.glob("*.npy")} == {"pythondocs_"}
 
 
 def numbers_for_validation(folder):
@@ -370,16 +360,17 @@ def test_the_quick_start_takes_the_shards_that_are_there(name, path, capsys):
     assert ("has tokenizer small-gpt2, not the bytes that" in capsys.readouterr().out) == (name != "bytes")
 
 
-def test_a_quick_start_whose_shards_are_half_made_finishes_them(path, monkeypatch):
-    monkeypatch.setattr(python_docs, "python_docs", lambda: random_texts(40))
-    options = fineweb.Options(dataset="python-docs", out_dir="docs")
-    monkeypatch.chdir(path.parent)
-    fineweb.prepare(options)
-    whole = listing(Path("docs"))
+def test_a_quick_start_whose_shards_are_half_made_finishes_them(monkeypatch):
+    """They are bytes of Python's documentation, the first part of it for validation."""
+    texts = random_texts(40)
+    monkeypatch.setattr(python_docs, "python_docs", lambda: texts)
+    fineweb.prepare(fineweb.Options(dataset="python-docs", out_dir="docs"))
+    assert documents("docs", "val") + documents("docs", "train") == texts
+    whole = listing("docs")
     change_meta("docs", complete=False)
-    max(Path("docs").glob("*.npy")).unlink()
+    Path("docs/pythondocs_val_000000.npy").unlink()
     fineweb.make_python_docs("docs")
-    assert listing(Path("docs")) == whole
+    assert listing("docs") == whole
 
 
 # ----- Importing ----------------------------------------------------------------------------------------
@@ -453,13 +444,11 @@ def test_what_stands_beside_the_text_is_named(name, content, names, capsys):
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given
 BAD_INPUTS = {
-    "--input p.parquet": "Row 1 of p.parquet has no text under 'text'. Its columns are id, a, content & --text-column",
     "--input keys.json": "Its columns are data: {'data': [{'text': 'a'}]} & jq -c '.data[]' FILE > NEW.jsonl",
     "--input good.jsonl --tokenizer char": "There is no tokenizer 'char'. Use gpt2, bytes & or a folder",
     # what is wrong with the input is said before what is wrong with the tokenizer
     "--input none*.txt --tokenizer nowhere": "none*.txt & --dataset OWNER/NAME",
     "--input good.jsonl --separator x --shard-size 0": "--separator only & --shard-size is 0",
-    "--input good.jsonl --out-dir strange": "strange",
     "--dataset python-docs --input good.jsonl": "leave --dataset out",
     "--pretokenized 100": "at most 99: there are no more",
     "--pretokenized 1 --max-tokens 9 --shard-size 9": "leave --tokenizer, --shard-size, --max-tokens out",
@@ -483,11 +472,9 @@ def bad_inputs(tmp_path_factory):
     """A folder with what BAD_INPUTS name."""
     folder = tmp_path_factory.mktemp("bad")
     write_texts(folder / "good.jsonl", TEXTS)
-    write_parquet(folder / "p.parquet", TEXTS, column="content")
     contents = {
         "keys.json": b'{"data": [{"text": "a"}]}',
         "doc.json": b'{"title": "T", "body": "B", "doc": {"content": {"text": "D"}}}',
-        "strange/meta.json": b'{"tokenizer": "bytes"}',
         "clone/README.md": b"---\nlicense: mit\n---\n",
         "clone/test.jsonl": b'{"text": "not this"}',
         "saved/state.json": b"{}",

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -304,11 +303,6 @@ NO_TEXT = "is not UTF-8 text: it has a byte 0x.*remove NUL bytes"
     [
         # the rows between two stray quotes would be one text
         ("a.csv", b'id,text\n1,"a\n2,b\n3,"c" d\n', "Line 2 of .*a.csv is not a valid row of CSV"),
-        (
-            "a.csv",
-            b"id;body\n1;a, b\n",
-            "Line 2 of .* has no text under 'text'. Its columns are id, body: .*--text-column",
-        ),
         # the advice belonged to another fault, or a long list of keys cut it off
         (
             "a.csv",
@@ -318,7 +312,6 @@ NO_TEXT = "is not UTF-8 text: it has a byte 0x.*remove NUL bytes"
         ("a.json", json.dumps(dict.fromkeys(range(5000), {"text": "a"})).encode(), r"jq -c '\.\[\]' FILE"),
         ("a.json", b'{"text": ["a", "b"]}', r"""jq -c '{"text": \.text\[\]}' FILE"""),
         ("a.json", b'[{"text": "a"}', "Entry 2 of .*a.json is not a valid JSON object: Expecting value"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "Line 2 of .*a.jsonl is not a valid JSON object: Expecting value"),
         ("a.jsonl", b'["a"]', "Line 1 of .*a.jsonl is not an object with columns, but \\['a'\\]"),
         # the header is shown as it was read
         (
@@ -326,7 +319,6 @@ NO_TEXT = "is not UTF-8 text: it has a byte 0x.*remove NUL bytes"
             b"# exported\nid,text\n1,a\n",
             r"Line 2 of .* but the header has 1 \(# exported\): a text with ','",
         ),
-        ("a.csv", b"id|text\n1|a, b\n", r"Line 2 of .* has 2 fields, but the header has 1 \(id\|text\)"),
         # they were taken for text of Windows, and the command that converts it would have made a text of them
         ("a.txt", PNG, NO_TEXT),
         ("a.jsonl", PNG, NO_TEXT),
@@ -364,15 +356,19 @@ def test_rows_without_a_text_are_left_out(kind, place, capsys):
     assert len(meta["left_out"]) == 1
 
 
+LINES_OF_CSV = "text,id\n" + "b,0\n" * 24
+LINES_OF_JSON = '{"text":\n "b"}\n' * 12
+
+
 @pytest.mark.parametrize(
     "name, others, row, place",
     [
-        ("a.csv", "text,id\n" + "b,0\n" * 24, "a, comma,99", "Line 26"),
-        ("a.csv", "text,id\n" + "b,0\n" * 24, "99", "Line 26"),
-        ("a.csv", "text,id\n" + "b,0\n" * 24, '"a" quote,9', "Line 26"),
-        ("a.jsonl", '{"text":\n "b"}\n' * 12, '{"id": 1}', "Line 25"),
-        ("a.jsonl", '{"text":\n "b"}\n' * 12, '{"text": 1}', "Line 25"),
-        ("a.jsonl", '{"text":\n "b"}\n' * 12, "3", "Line 25"),
+        ("a.csv", LINES_OF_CSV, "a, comma,99", "Line 26"),
+        ("a.csv", LINES_OF_CSV, "99", "Line 26"),
+        ("a.csv", LINES_OF_CSV, '"a" quote,9', "Line 26"),
+        ("a.jsonl", LINES_OF_JSON, '{"id": 1}', "Line 25"),
+        ("a.jsonl", LINES_OF_JSON, '{"text": 1}', "Line 25"),
+        ("a.jsonl", LINES_OF_JSON, "3", "Line 25"),
         ("a.json", "[" + '{"text": "b"},' * 24, '"x"]', "Entry 25"),
     ],
 )
@@ -383,11 +379,11 @@ def test_a_row_that_is_not_like_the_others_is_left_out(name, others, row, place,
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("column, texts", [("title,text", ["a", "T\n\nb"]), ("title", ["T"])])
-def test_a_column_may_be_null_throughout_a_file(kind, column, texts):
+def test_a_column_may_be_null_throughout_a_file(kind):
     a = write_rows(f"a.{kind}", [{"title": None, "text": "a"}] * 30)
     b = write_rows(f"b.{kind}", [{"title": "T", "text": "b"}] * 30)
-    assert holds(make_here(a, b, text_column=column), np.repeat(texts, 30).tolist())
+    assert holds(make_here(a, b, text_column="title,text"), ["a"] * 30 + ["T\n\nb"] * 30)
+    assert holds(make_here(a, b, text_column="title", name="titles"), ["T"] * 30)
 
 
 @pytest.mark.parametrize(
