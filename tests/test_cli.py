@@ -62,8 +62,8 @@ def read_flags(args):
     "line, options",
     [
         ("-m a.pt --max_lr=2 --compile -- -Hi", Options("-Hi", model="a.pt", max_lr=2.0, compile=True)),
-        ("--inputs a b --inputs c --name '' --tf32=False", Options(inputs=("a", "b", "c"), tf32=False)),
-        ("--tf32 True Hi --no-compile", Options("Hi", tf32=True)),
+        ("--inputs a b --inputs c --name '' --tf32=True", Options(inputs=("a", "b", "c"), tf32=True)),
+        ("--tf32 False Hi --no-compile", Options("Hi", tf32=False)),
         ("--slopes 1 0.5 --bias -2 --max-steps 1e9", Options(slopes=(1.0, 0.5), bias=-2.0, max_steps=10**9)),
         ("--optimizer Muon", Options(optimizer="muon")),
     ],
