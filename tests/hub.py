@@ -143,25 +143,26 @@ class Server(http.server.ThreadingHTTPServer):
         data_set["refs"]["main"] = commit
         return commit
 
-    def configure(self, monkeypatch, folder):
-        """Make this the hub of the clients in this process, with a cache of its own in `folder`."""
-        values = {
-            "ENDPOINT": self.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_CACHE": str(folder / "hub"),
-            "HF_TOKEN_PATH": str(folder / "token"),
-            "HF_HUB_DISABLE_XET": True,
-        }
-        for name, value in values.items():
-            for module in (huggingface_hub.constants, huggingface_hub.file_download):  # the second had copies
-                monkeypatch.setattr(module, name, value, raising=False)
-        if hasattr(huggingface_hub.utils, "reset_sessions"):  # before version 1, a client stays offline
-            huggingface_hub.utils.reset_sessions()
-        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", self.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_right")
-
     def stop(self):
         self.stopping.set()
         self.shutdown()
         self.server_close()
+
+
+def configure(url, monkeypatch, folder):
+    """Make this the hub of the clients in this process, with a cache of its own in `folder`."""
+    values = {
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(folder / "hub"),
+        "HF_TOKEN_PATH": str(folder / "token"),
+        "HF_HUB_DISABLE_XET": True,
+    }
+    for name, value in values.items():
+        for module in (huggingface_hub.constants, huggingface_hub.file_download):  # the second had copies
+            monkeypatch.setattr(module, name, value, raising=False)
+    if hasattr(huggingface_hub.utils, "reset_sessions"):  # before version 1, a client stays offline
+        huggingface_hub.utils.reset_sessions()
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+    monkeypatch.setenv("HF_TOKEN", "hf_right")

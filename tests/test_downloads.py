@@ -39,9 +39,10 @@ from corpora import (
     write_texts,
 )
 from harness import KILLED, full_disk, listing, patched, refused, run, talk
-from hub import Server
+from hub import Server, configure
 
 BYTES = ["--tokenizer", "bytes"]
+STORIES = random_texts(30)
 
 
 def card_of(configs):
@@ -63,11 +64,11 @@ def hub(monkeypatch, tmp_path):
     """What this process takes for the hub, in whose place it works."""
     # its listings are kept by address, and a server of an earlier test may have had the same port
     huggingface_hub.HfFileSystem.clear_instance_cache()
-    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # before another attempt
     monkeypatch.setattr(downloads, "TIMEOUT", 0.3)
     monkeypatch.chdir(tmp_path)
     server = Server()
-    server.configure(monkeypatch, tmp_path / ".hf")
+    configure(server.url, monkeypatch, tmp_path / ".hf")
     yield server
     server.stop()
 
@@ -90,6 +91,12 @@ def add_stories(hub, texts):
     return hub.add("OWNER/stories", files, private=True)
 
 
+@pytest.fixture
+def commit(hub):
+    """That of OWNER/stories with STORIES."""
+    return add_stories(hub, STORIES)
+
+
 def prepare(dataset="OWNER/stories", **options):
     defaults = {"dataset": dataset, "tokenizer": "bytes", "out_dir": "out"}
     return fineweb.prepare(fineweb.Options(**defaults | options))
@@ -107,12 +114,10 @@ def fetched(hub):
     return re.findall(r"GET \S+/(\S+-\d\.parquet)", "\n".join(hub.asked))
 
 
-def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub):
-    texts = random_texts(30)
-    commit = add_stories(hub, texts)
+def test_a_data_set_by_its_name_gives_the_shards_of_its_files(commit):
     prepare(shard_size=5000)
     for number in range(3):
-        write_texts(f"{number}.parquet", texts[10 * number : 10 * number + 10])
+        write_texts(f"{number}.parquet", STORIES[10 * number : 10 * number + 10])
     make_here("*.parquet", name="copy/out", shard_size=5000)
     found, expected = listing("out"), listing("copy/out")
     assert found.pop("meta.json") != expected.pop("meta.json")  # it says where they are from
@@ -121,16 +126,15 @@ def test_a_data_set_by_its_name_gives_the_shards_of_its_files(hub):
     assert shards.origin(shards.read_meta("out")) == f"OWNER/stories, default, train, {commit}"
 
 
-def test_what_was_begun_stays_at_its_commit(hub):
+def test_what_was_begun_stays_at_its_commit(commit, hub):
     """What is complete does not need the hub."""
-    first = add_stories(hub, random_texts(30))
     prepare()
     second = add_stories(hub, random_texts(30, seed=1))  # the branch moves
     hub.asked.clear()
     prepare()
     assert not hub.asked
-    assert read_meta("out")["made_from"]["revision"] == first
-    assert f"revision was '{first}' and is now '{second}'" in failure(revision="main")
+    assert read_meta("out")["made_from"]["revision"] == commit
+    assert f"revision was '{commit}' and is now '{second}'" in failure(revision="main")
     prepare(out_dir="second", revision="main")
     assert read_meta("second")["made_from"]["revision"] == second
 
@@ -286,22 +290,17 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault, place", FAULTS)
-def test_a_passing_fault_is_survived(hub, fault, place, monkeypatch):
+def test_a_passing_fault_is_survived(commit, hub, fault, place, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     monkeypatch.setattr("huggingface_hub.constants.DEFAULT_REQUEST_TIMEOUT", 0.3, raising=False)
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    texts = random_texts(30)
-    add_stories(hub, texts)
     hub.faults[place] = fault
     prepare()
-    assert sorted(read("out")) == sorted(as_bytes(texts))
+    assert sorted(read("out")) == sorted(as_bytes(STORIES))
     assert not hub.faults
 
 
-def test_after_lasting_faults_the_next_start_continues(hub, monkeypatch):
+def test_after_lasting_faults_the_next_start_continues(commit, hub):
     """It asks only for the files that are not on disk, or are damaged there."""
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    add_stories(hub, random_texts(30))
     prepare(shard_size=3000, out_dir="whole/out")
     hub.lasting["GET train-2"] = "wrong"
     assert "train-2.parquet of OWNER/stories: the download differs from the" in failure(shard_size=3000)
@@ -317,27 +316,15 @@ def test_after_lasting_faults_the_next_start_continues(hub, monkeypatch):
     assert listing("out") == listing("whole/out")
 
 
-def test_one_file_is_fetched_ahead(hub):
-    add_stories(hub, random_texts(30))
-    found = hub_files.find_files(fineweb.Options(dataset="OWNER/stories")).sources
-    next(downloads.fetch_all(found, "folder", first=0, ahead=True))
-    deadline = time.monotonic() + 30
-    while not Path("folder", found[1].name).exists():  # it comes without being asked for
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not Path("folder", found[2].name).exists()
-
-
 def prepare_and_die(url, folder, renames):
-    Server.configure(types.SimpleNamespace(url=url), pytest.MonkeyPatch(), folder / ".hf")
+    configure(url, pytest.MonkeyPatch(), folder / ".hf")
     with die_at_rename(renames):
         prepare(shard_size=3000, out_dir=str(folder / "out"))
 
 
 @pytest.mark.parametrize("renames", [2, 13, None], ids=["files are listed", "some are read", "all are read"])
-def test_killed_it_continues_with_the_files_on_disk(renames, hub, tmp_path):
+def test_killed_it_continues_with_the_files_on_disk(renames, commit, hub, tmp_path):
     """renames: kill a preparation when so many files have their names, None: all."""
-    add_stories(hub, random_texts(30))
     all_renames = renamed_by(prepare, shard_size=3000, out_dir="whole/out")
     run(prepare_and_die, hub.url, tmp_path, renames or len(all_renames), ends=[KILLED])
     Path("out/.lock").unlink()
@@ -351,8 +338,7 @@ def test_killed_it_continues_with_the_files_on_disk(renames, hub, tmp_path):
     assert listing("out") == listing("whole/out")
 
 
-def test_the_users_cache_is_used_offline_as_well_and_left_alone(hub, tmp_path, monkeypatch):
-    commit = add_stories(hub, random_texts(30))
+def test_the_users_cache_is_used_offline_as_well_and_left_alone(commit, hub, tmp_path, monkeypatch):
     huggingface_hub.snapshot_download("OWNER/stories", repo_type="dataset")
     hub.asked.clear()
     before = listing(tmp_path / ".hf")
@@ -461,26 +447,18 @@ def test_ready_made_shards_are_not_complete_while_more_are_fetched(ready_made):
     assert not read_meta("edu_fineweb10B")["complete"]
 
 
-CONTENT = b"content" * 1000
-DIGEST = hashlib.sha1(b"blob 7000\0" + CONTENT).hexdigest()  # as git has it, and hellaswag.py
-
-
-@pytest.fixture
-def download(hub):
-    """Download CONTENT to a.bin."""
-    hub.add("OWNER/plain", {"a.bin": CONTENT})
-    url = f"{hub.url}/datasets/OWNER/plain/resolve/main/a.bin"
-    return lambda: downloads.download(url, "a.bin", DIGEST, advice="Call a friend.")
-
-
 @pytest.mark.parametrize(
     "fault, said",
     [("short", "IncompleteRead.*"), ("wrong", "the 7,000 bytes that came are not the expected file.")],
 )
-def test_a_download_that_is_not_whole_is_not_there(fault, said, download, hub):
+def test_a_download_that_is_not_whole_is_not_there(fault, said, hub):
+    content = b"content" * 1000
+    digest = hashlib.sha1(b"blob 7000\0" + content).hexdigest()  # as git has it, and hellaswag.py
+    hub.add("OWNER/plain", {"a.bin": content})
     hub.lasting["GET a.bin"] = fault
+    url = f"{hub.url}/datasets/OWNER/plain/resolve/main/a.bin"
     with pytest.raises(UserError, match=f"{said} Call a friend."):
-        download()
+        downloads.download(url, "a.bin", digest, advice="Call a friend.")
     assert not Path("a.bin").exists()
     assert len(hub.asked) == 2
 
@@ -508,7 +486,7 @@ def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr("time.sleep", slept.append)
-    Server.configure(types.SimpleNamespace(url="https://huggingface.co"), monkeypatch, tmp_path / ".hf")
+    configure("https://huggingface.co", monkeypatch, tmp_path / ".hf")
     line = refused(fineweb.main, *words.split())
     assert line.startswith("error: Could not download ")
     assert "Name or service not known. Check the network" in line

@@ -23,6 +23,7 @@ from harness import (
     patched,
     printed_commands,
     refused,
+    refused_run,
     status_of,
     talk,
     tiny_flags,
@@ -39,7 +40,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 def prepare_rows(rows, name="chats.jsonl", **changes):
     """Make shards of a file with these rows. Returns the folder."""
-    settings = dict(input=(str(write_rows(Path(name), rows)),), out_dir="out", tokenizer="bytes", max_length=64)
+    settings = dict(input=(str(write_rows(name, rows)),), out_dir="out", tokenizer="bytes", max_length=64)
     return Path(prepare(Options(**settings | changes)))
 
 
@@ -48,13 +49,13 @@ def chats_of(count):
     return [{"messages": talk(f"Q{i}", f"A{i}")} for i in range(count)]
 
 
-def read_chats(folder, split, max_length=64):
-    """The conversations in a split, as texts. Every window of `max_length` must begin with one."""
+def read_chats(folder, split):
+    """The conversations in a split, as texts. Every window of 64 tokens must begin with one."""
     chats = []
     for path in sorted(folder.glob(f"*_{split}_*.npy")):
         tokens = np.load(path)
-        assert len(tokens) % max_length == 1  # whole blocks, and the last one's last target
-        assert (tokens[:-1:max_length] == ENC.eot_token).all()
+        assert len(tokens) % 64 == 1  # whole blocks, and the last one's last target
+        assert (tokens[:-1:64] == ENC.eot_token).all()
         text = ENC.decode(tokens.tolist())
         for chat in text.split("<|endoftext|>")[1:]:
             chats.append(re.sub(r"(<\|end\|>)+$", "<|end|>", chat))
@@ -196,7 +197,7 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
         mask.unlink()
     if gone == "*_val_*.mask":  # a meta.json made by hand need not mention masks
         change_meta(folder, masks=False)
-    assert ".mask is missing or damaged" in refused(train_gpt2.main, *tiny_flags(folder, "log"))
+    refused_run(dict(data=folder, out_dir="log"), ".mask is missing or damaged")
     assert not Path("log").exists()
 
 
@@ -381,6 +382,6 @@ def test_an_answer_that_is_not_to_be_learned_is_no_target(name, flag, no, capsys
 )
 def test_bad_input_is_refused_in_one_line(words, reason):
     write("a.txt", "x")
-    write_rows(Path("one.jsonl"), chats_of(1))
+    write_rows("one.jsonl", chats_of(1))
     assert reason in refused(smoltalk.main, "--tokenizer", "bytes", "--input", *words)
     assert sorted(os.listdir()) == ["a.txt", "one.jsonl"]
