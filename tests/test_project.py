@@ -171,28 +171,21 @@ RECORDED = sorted(path.relative_to(ROOT) for path in ROOT.glob("records/*/*.py")
 UNMARKED = [path for path in RECORDED if not re.match(r'(# |""")[Rr]an at commits? [0-9a-f]{7}', read(path))]
 # the smallest arguments of the scripts that take seconds
 CALLED = dict(levers="", make_chats="", measure="1 64 1 32 512", plot="", predict="", shares="")
-NEITHER = {"attention", "copying", "gelu", "read_back"}  # an import takes long, or files that are not here
 
 
-def run_record(scripts, name, args):
-    """Run scripts of records, which replace no file of theirs."""
+def run_record(script, args):
+    """Run the script of a record, which replaces no file of its own."""
     Path.write_text = Figure.savefig = lambda *args, **options: None
-    for script in scripts:
-        sys.argv = [script.name, *args]
-        sys.path.insert(0, str(ROOT / script.parent))
-        runpy.run_path(str(ROOT / script), run_name=name)
+    sys.argv = [script.name, *args]
+    sys.path.insert(0, str(ROOT / script.parent))
+    runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 @pytest.mark.parametrize("script", [path for path in UNMARKED if path.stem in CALLED], ids=str)
 def test_a_script_of_a_record_runs_unless_it_says_at_which_commit_it_ran(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    run(run_record, [script], "__main__", CALLED[script.stem].split())
-
-
-def test_the_other_scripts_of_records_can_be_imported():
-    others = [path for path in UNMARKED if path.stem not in {*CALLED, *NEITHER}]
-    run(run_record, others, "imported", ["0"])
+    run(run_record, script, CALLED[script.stem].split())
 
 
 USERS = {"lessons.ipynb": cells("lessons.ipynb")} | {str(path): parse(ROOT / path) for path in UNMARKED}

@@ -214,28 +214,16 @@ class Dropping(train_gpt2.MLP):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
-@pytest.fixture
-def seeds(run_of, tmp_path):
-    """seeds(**changes): runs with two seeds from the same weights, at a rate at which nothing is learned."""
-    weights, settings = run_of()
-
-    def train_with_two(**changes):
-        still = dict(init_from=weights, max_lr=1e-30, min_lr=0, max_steps=1) | changes
-        for seed in (1, 2):
-            train(settings["data"], tmp_path / f"{seed}", seed=seed, **still)
-        return tmp_path / "1", tmp_path / "2"
-
-    return train_with_two
-
-
-def test_another_seed_draws_other_dropout(seeds, monkeypatch):
-    monkeypatch.setattr(train_gpt2, "MLP", Dropping)
-    first, second = seeds(shuffle=False)
-    assert read_log(first) != read_log(second)
-
-
-def test_another_seed_reads_in_another_order_and_draws_other_samples(seeds):
-    first, second = seeds(sample_every=1)
+@pytest.mark.parametrize("shuffle, mlp", [(True, train_gpt2.MLP), (False, Dropping)])
+def test_another_seed_has_another_order_or_dropout_and_other_samples(
+    shuffle, mlp, folder, run_of, tmp_path, monkeypatch
+):
+    """From the same weights, at a rate at which nothing is learned."""
+    monkeypatch.setattr(train_gpt2, "MLP", mlp)
+    still = dict(init_from=run_of()[0], max_lr=1e-30, min_lr=0, max_steps=1, sample_every=1, shuffle=shuffle)
+    first, second = tmp_path / "1", tmp_path / "2"
+    train(folder, first, seed=1, **still)
+    train(folder, second, seed=2, **still)
     assert read_log(first, "val") == read_log(second, "val")
     assert read_log(first) != read_log(second)
     assert len({*samples(first)[1], *samples(second)[1]}) == 8
