@@ -18,7 +18,7 @@ from harness import examples_file, four_rows, patched, refusal_of, refused, tiny
 
 ENC = tokenizers.get_encoding("bytes")  # ids 0..255 and <|endoftext|>, 257 in all
 
-# unequal lengths, text beyond ASCII, a context of one letter
+# unequal lengths, text beyond ASCII, an empty context
 ROOF = ["is using wrap.", "is ripping level tiles off.", "holds a cube.", "pulls up the roofing on a roof."]
 CAFE = ["says \u201cmerci\u201d.", "asks for \u5bff\u53f8 and waits for a long time.", "flies.", "sleeps."]
 LETTERS = ["a", "bb", "ccc", "dddd"]
@@ -30,7 +30,7 @@ EXAMPLES = [
         "label": 0,
         "endings": CAFE,
     },
-    {"activity_label": "X", "ctx": "x", "label": 1, "endings": LETTERS},
+    {"activity_label": "X", "ctx": "", "label": 1, "endings": LETTERS},
 ]
 
 
@@ -75,13 +75,9 @@ SUCCESSORS = ["x ", " a", "aa", "\xc3\xa9", "\xa9\xc3"]
 WINNERS = {
     "activity_label": "",
     "ctx": "x",
-    "label": 1,
+    "label": "1",  # a text, as in the hub's copy
     "endings": ["b", E_ACUTE * 4, "aaab", "ac"],
 }
-
-
-def test_a_rank_without_an_example_counts_none():
-    assert evaluate(Planted(), [], ENC.n_vocab) == Counts(n=0, acc=0, acc_norm=0, acc_char=0)
 
 
 @pytest.mark.parametrize("padding", [0.0, 100.0])
@@ -94,6 +90,7 @@ def test_winners_computed_by_hand_whatever_the_logits_of_the_vocabularys_padding
     assert bits[1] == pytest.approx([10 / 2, 17 / 9, 13 / 5, 11 / 3], rel=1e-5)
     assert bits[2] == pytest.approx([10 / 1, 17 / 4, 13 / 4, 11 / 2], rel=1e-5)
     assert evaluate(model, [example], ENC.n_vocab) == Counts(n=1, acc=0, acc_norm=1, acc_char=0)
+    assert evaluate(model, [], ENC.n_vocab) == Counts(n=0, acc=0, acc_norm=0, acc_char=0), "as of a rank without any"
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
@@ -130,18 +127,13 @@ def test_in_training_no_batch_has_more_tokens_than_one_of_training(data, out, tm
         assert rows == 4 or rows * length <= 256
 
 
-@pytest.mark.parametrize(
-    "first, context, ending",
-    [
-        ([6, 7, 8], [4, 5], [6, 7, 8]),  # reads 4 5 6 7 and predicts 8
-        ([6, 7, 8, 9, 10, 11], [5], [6, 7, 8, 9]),
-    ],
-)
-def test_too_long_contexts_lose_their_oldest_tokens(first, context, ending):
-    endings = [first, [6], [6], [6]]
+def test_too_long_contexts_lose_their_oldest_tokens_and_endings_their_newest():
+    """All but the last token are read."""
+    endings = [[6, 7, 8, 9, 10, 11], [6], [6], [6]]
     example = hellaswag.Rendered(context=[1, 2, 3, 4, 5], endings=endings, label=0, characters=[1] * 4)
-    pairs = hellaswag.truncate(example, block_size=4)
-    assert pairs == [(context, ending), *[(context, [6])] * 3]
+    first, *others = hellaswag.truncate(example, block_size=4)
+    assert first == ([5], [6, 7, 8, 9])
+    assert others == [([5], [6])] * 3
 
 
 def test_examples_that_are_longer_than_the_block_are_scored_as_the_harness_does():
@@ -220,12 +212,6 @@ def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
     assert fetched == [hellaswag.URL]
 
 
-def test_a_label_that_is_a_text_counts_as_its_number():
-    """As in the hub's copy. The model chooses ending 1 by the mean over tokens."""
-    example = render_example(WINNERS | {"label": "1"}, ENC)
-    assert evaluate(Planted(), [example], ENC.n_vocab).acc_norm == 1
-
-
 GOOD = json.dumps(EXAMPLES[0])
 BAD = {
     GOOD.replace('"label": 3', '"label": 4'): "Line 1 .*bad.jsonl is not a HellaSwag example",
@@ -241,18 +227,14 @@ def test_a_bad_example_is_one_line(text, tmp_path):
     assert re.search(BAD[text], refused(hellaswag.main, "--data", tmp_path / "bad.jsonl"))
 
 
-@pytest.mark.parametrize(
-    "words, said", [(["--limit", "-1"], "--limit is -1"), (["--data", "nowhere"], "There is no file nowhere")]
-)
-def test_a_wrong_flag_is_one_line(words, said):
-    assert said in refused(hellaswag.main, *words)
+def test_a_negative_limit_is_refused():
+    assert "--limit is -1" in refused(hellaswag.main, "--limit", "-1")
 
 
-@pytest.mark.parametrize("name", ["file", "link", "."])
-def test_predictions_replace_nothing(name, tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "exists already" in refused(hellaswag.main, "--predictions", tmp_path / name, "-m", "no-such-model")
+def test_predictions_replace_nothing(tmp_path):
+    """Not even a link that leads nowhere, and this is said before the model is loaded."""
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "exists already" in refused(hellaswag.main, "--predictions", tmp_path / "link", "-m", "no-such-model")
 
 
 @pytest.fixture
