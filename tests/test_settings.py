@@ -1,5 +1,7 @@
 """What is typed, what is inherited from a run or a model, and what may differ between ranks."""
 
+import functools
+
 import pytest
 import train_gpt2
 from plumbing.cli.console import UserError
@@ -57,37 +59,31 @@ def test_a_branch_and_a_folder_alone_keep_a_vocabulary_that_is_not_padded(data, 
     assert newest_checkpoint(out)["step"] == 2
 
 
-def start_with_own_paths(folder):
-    """Start as a rank on a node that has other paths and another device."""
+def start_with_different(folder):
+    """Start as a rank on a node that has other paths and another device. Then with the rank as the value of one setting
+    after the other, and print those that are refused.
+    """
     with join_ranks({"device": "cpu"}) as world:
         rank = world.rank
+        start_with = functools.partial(begin, make_config=make_config, model_class=train_gpt2.GPT, world=world)
         paths = dict(data=(f"{folder}/data{rank}",), out_dir=f"{folder}/out{rank}", hellaswag_data=f"{folder}/{rank}")
         typed = paths | {"device": f"cuda:{rank}"}
-        with begin(PRESETS, typed, make_config, model_class=train_gpt2.GPT, world=world) as start:
+        with start_with(PRESETS, typed) as start:
             assert typed.items() <= vars(start.config).items()
-
-
-def test_each_node_may_have_its_own_paths_and_device(tmp_path):
-    make_shards(tmp_path / "data0")
-    make_shards(tmp_path / "data1")
-    run(start_with_own_paths, tmp_path, ranks=2)
-
-
-def start_with_different(names):
-    """Start with the rank as the value of one setting after the other, and print those that are refused."""
-    presets = dict.fromkeys([0, 1], TrainConfig())
-    with join_ranks({"device": "cpu"}) as world:
-        for name in names:
+        for name in SETTINGS:
+            if name in typed:
+                continue
             try:
-                with begin(presets, {name: world.rank}, make_config, model_class=train_gpt2.GPT, world=world):
+                with start_with(dict.fromkeys([0, 1], TrainConfig()), {name: rank}):
                     pass
             except UserError as error:
                 if "Rank 1 does not agree with rank 0" in str(error):
                     print(name)
 
 
-def test_no_other_setting_may_differ_between_ranks():
-    per_node = {"data", "out_dir", "hellaswag_data", "device"}
-    names = set(SETTINGS) - per_node
-    said = run(start_with_different, names, ranks=2)
+def test_each_node_may_have_its_own_paths_and_device_and_no_other_setting_may_differ(tmp_path):
+    make_shards(tmp_path / "data0")
+    make_shards(tmp_path / "data1")
+    names = SETTINGS.keys() - {"data", "out_dir", "hellaswag_data", "device"}
+    said = run(start_with_different, tmp_path, ranks=2)
     assert set(said[0].split()) == set(said[1].split()) == names
