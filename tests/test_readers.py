@@ -236,8 +236,7 @@ def test_inputs_are_files_folders_and_globs_in_the_order_given():
 def test_a_folder_with_shards_and_texts_has_only_its_texts_read():
     texts = random_texts(12)
     Path("texts").mkdir()
-    path = write_texts(Path("texts", "a.jsonl"), texts)
-    make_here(path, name="texts")
+    make_here(write_texts("texts/a.jsonl", texts), name="texts")
     folder = prepare(Options(input=("texts",), tokenizer="bytes"))
     assert folder == "texts_shards"
     assert holds(folder, texts)
@@ -270,26 +269,19 @@ def test_docstrings_stand_under_what_they_document(tmp_path, monkeypatch):
     assert python_docs.python_docs() == [texts[name] for name in order]
 
 
-@pytest.fixture
-def mixed_folder():
-    """A folder with a README, a text, a hidden one, one in a folder, and what other programs write."""
-    folder = Path("texts")
-    (folder / "sub").mkdir(parents=True)
-    for name in ("README.md", "b.md", ".h.md", "sub/c.rst", "d.pdf", "meta.json"):
-        write(folder / name, f"In {name}.")
-    return folder
-
-
 def names_of(*patterns):
-    return [Path(source.name).name for source in inputs.list_inputs(list(map(str, patterns)))]
+    return [Path(source.name).name for source in inputs.list_inputs(patterns)]
 
 
-def test_a_folders_own_texts_are_read_and_others_where_they_are_asked_for(mixed_folder, capsys):
-    assert names_of(mixed_folder) == ["b.md"]
-    note = f"note: 5 of 6 files in {mixed_folder} are left out, such as {mixed_folder}/.h.md."
-    assert note in capsys.readouterr().out
+def test_a_folders_own_texts_are_read_and_others_where_they_are_asked_for(capsys):
+    """Not hidden ones, those in its folders, a README, and what other programs write."""
+    Path("texts/sub").mkdir(parents=True)
+    for name in ("README.md", "b.md", ".h.md", "sub/c.rst", "d.pdf", "meta.json"):
+        write(f"texts/{name}", f"In {name}.")
+    assert names_of("texts") == ["b.md"]
+    assert "note: 5 of 6 files in texts are left out, such as texts/.h.md." in capsys.readouterr().out
     for name in ("README.md", "meta.json"):
-        assert names_of(mixed_folder / "**", mixed_folder / name) == ["b.md", "c.rst", name]
+        assert names_of("texts/**", f"texts/{name}") == ["b.md", "c.rst", name]
 
 
 # ----- Rows ---------------------------------------------------------------------------------------------
