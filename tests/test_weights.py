@@ -288,8 +288,9 @@ def test_no_tensor_of_a_run_stays_in_the_process(folder, tmp_path, monkeypatch):
 def test_from_python_the_command_is_that_of_the_words_that_were_passed(data, out, monkeypatch):
     """In run.txt and after a stop, whatever the process was started with."""
     monkeypatch.setattr("sys.argv", ["a_notebook.py", "--its-own", "7"])
+    options = dict(sample_prompt='It\'s "quoted"')
     with at_steps(lambda step, parts: os.kill(os.getpid(), signal.SIGTERM)):
-        said = train(data, out, sample_prompt="It's")
-    command = ["python", os.path.relpath(train_gpt2.__file__), *tiny_flags(data, out, sample_prompt="It's")]
+        said = train(data, out, **options)
+    command = ["python", os.path.relpath(train_gpt2.__file__), *tiny_flags(data, out, **options)]
     assert printed_commands(said) == [command]
     assert shlex.split(read_starts(out / "run.txt")[0]["command"]) == command
