@@ -68,9 +68,7 @@ def train_in_a_ramp(args):
 
 
 @pytest.mark.parametrize(
-    "ranks, train, options, step",
-    [(0, train_gpt2.main, EPOCHS, 6), (2, train_in_a_ramp, RAMP, 4)],
-    ids=["second epoch", "ramp on two ranks"],
+    "ranks, train, options, step", [(0, train_gpt2.main, EPOCHS, 6), (2, train_in_a_ramp, RAMP, 4)]
 )
 def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, options, step, folder, tmp_path):
     """With Muon, and so with AdamW for the rest. One begins in the second epoch, one before the batch grows."""
@@ -192,8 +190,7 @@ def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stoppe
     options = OPTIONS | dict(data=folder, branch_from=parent / "model_00008.pt", max_steps=16) | changes
     said = train(out_dir="out", **options)
     found = [line for line in said.splitlines() if line.startswith("note: ") and "learning rate" not in line]
-    assert len(found) == len(notes), found
-    for note, line in zip(notes, found):
+    for note, line in zip(notes, found, strict=True):
         assert note in line
     assert f"the run reads {128 * steps:,}" in said
     weights = load_checkpoint(parent / "model_00008.pt")

@@ -21,7 +21,6 @@ from transformers import GPT2LMHeadModel
 
 from harness import (
     TINY,
-    at_steps,
     change_checkpoint,
     change_meta,
     examples_file,
@@ -31,7 +30,6 @@ from harness import (
     losses,
     make_shards,
     parrot_model,
-    patched,
     printed_commands,
     read_log,
     refusal_of,
@@ -104,14 +102,14 @@ def evaluating(folder):
 
 @pytest.fixture
 def evaluate(folder, trained, tmp_path, monkeypatch):
-    """A function that evaluates the run "log", a copy of `trained` in the working folder."""
+    """A function that evaluates the run "log", a copy of `trained` in the working folder. It types no width."""
     shutil.copytree(trained, tmp_path / "log")
     monkeypatch.chdir(tmp_path)
 
-    def main(*words, **changes):
-        options = dict(data=folder, init_from="log", max_steps=0)
-        options = TINY | evaluating(folder) | options | changes
-        assert status_of(train_gpt2.main, [*flags(**options), *words]) == 0
+    def main(**changes):
+        options = TINY | evaluating(folder) | dict(data=folder, init_from="log", max_steps=0) | changes
+        del options["n_embd"]
+        assert status_of(train_gpt2.main, flags(**options)) == 0
 
     return main
 
@@ -136,9 +134,7 @@ def test_an_evaluation_in_a_folder_that_was_typed_needs_no_training_data(evaluat
 def test_an_evaluation_of_another_model_beside_a_run_takes_nothing_from_that_run(evaluate, folder):
     """The default folder, log, has a run of another width."""
     train(folder, "wide", n_embd=48, max_steps=1)
-    options = TINY | dict(data=folder, init_from="wide", max_steps=0)
-    del options["n_embd"]
-    assert status_of(train_gpt2.main, flags(**options)) == 0
+    evaluate(init_from="wide")
 
 
 def test_a_run_ends_though_a_mask_leaves_out_all_validation_targets(data, out, tmp_path):
@@ -201,20 +197,6 @@ def test_evaluation_leaves_the_training_losses_alone_bit_for_bit(folder, out, tm
     assert read_log(never, "val") == {}
     assert list(read_log(out, "val")) == [*range(13)]
     assert list(read_log(out, "hella")) == [0, 5, 10, 12]
-
-
-def test_dropout_is_on_in_training_alone(data, out):
-    """In the passes through the model while it is trained and validated in turn."""
-    modes = [set()]  # of the setup, then of each step and of what follows it
-
-    def forward(self, x):
-        modes[-1].add(self.training)
-        return plain(self, x)
-
-    begins = at_steps(lambda step, parts: modes.append(set()), lambda step, parts, done: modes.append(set()))
-    with patched(train_gpt2.MLP, "forward", forward) as plain, begins:
-        train(data, out, max_steps=3, val_every=1)
-    assert modes[1:] == [{True}, {False}] * 3
 
 
 LABELS = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3, 0]  # whichever ending a rule prefers, its count is its own

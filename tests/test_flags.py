@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import shutil
 import sys
 
@@ -19,7 +18,7 @@ from plumbing.data import tokenizers
 from plumbing.run.huggingface import export_huggingface
 
 import edits
-from corpora import random_texts, train_small
+from corpora import random_texts, train_small, write, write_rows
 from harness import examples_file, flags, listing, make_shards, parrot_model, patched, refusal_of, talk, tiny_model
 
 pytestmark = pytest.mark.gpt2
@@ -38,23 +37,23 @@ PROGRAMS = {
     smoltalk: (
         dict(input="a.jsonl", out_dir="out", tokenizer="bytes", shard_size=3000, max_length=256),
         dict(input="b.jsonl", out_dir="other", tokenizer="small.tiktoken", shard_size=2000, max_length=128)
-        | dict(init_from="hf"),
+        | dict(init_from="a.hf"),
     ),
     tokenizer: (
         dict(input="a.jsonl", out="a.tiktoken", vocab_size=300),
         dict(input="b.jsonl", out="b.tiktoken", vocab_size=310, text_column="title"),
     ),
     contamination: (
-        dict(data="shards", eval="a.examples"),
-        dict(data="others", eval="b.examples"),
+        dict(data="a.shards", eval="a.examples"),
+        dict(data="b.shards", eval="b.examples"),
     ),
     hellaswag: (
-        dict(model_type="hf", data="a.examples", predictions="a.out"),
-        dict(model_type="other", data="b.examples", limit=3, predictions="b.out", code="flat.py"),
+        dict(model_type="a.hf", data="a.examples", predictions="a.out"),
+        dict(model_type="b.hf", data="b.examples", limit=3, predictions="b.out", code="flat.py"),
     ),
     sample: (
-        dict(prompt="abcd", model="hf", max_new_tokens=20),
-        dict(prompt="abc", model="other", num_samples=2, max_new_tokens=7, temperature=3.0, top_k=2, top_p=0.01)
+        dict(prompt="abcd", model="a.hf", max_new_tokens=20),
+        dict(prompt="abc", model="b.hf", num_samples=2, max_new_tokens=7, temperature=3.0, top_k=2, top_p=0.01)
         | dict(repetition_penalty=9.0, stop="k", seed=1, code="flat.py", chat=True, system="Be kind.", export="new"),
     ),
 }
@@ -74,18 +73,16 @@ def world(tmp_path_factory):
     """A folder with all that the flags name."""
     folder = tmp_path_factory.mktemp("world")
     bytes_enc = tokenizers.get_encoding("bytes")
-    for seed, name in enumerate(("hf", "other")):
-        export_huggingface(tiny_model(seed, vocab_size=257, block_size=128), bytes_enc, folder / name)
     export_huggingface(parrot_model(), tokenizers.get_encoding("bytes+chat"), folder / "chat")
     tokenizers.write_encoding(train_small("gpt2"), folder / "small.tiktoken")
     for seed, name in enumerate(("a", "b")):
+        export_huggingface(tiny_model(seed, vocab_size=257, block_size=128), bytes_enc, folder / f"{name}.hf")
+        make_shards(folder / f"{name}.shards", seed=seed)
         texts = random_texts(60, seed=seed)
-        (folder / f"{name}.txt").write_text("the".join(texts), encoding="utf-8")
+        write(folder / f"{name}.txt", "the".join(texts))
         rows = [{"text": text, "title": text[::-1], "messages": talk(text[:20], text[:30])} for text in texts]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        write_rows(folder / f"{name}.jsonl", rows)
         examples_file(folder, [f"{name}{'abc' * i}" for i in range(9 + seed)]).rename(folder / f"{name}.examples")
-    make_shards(folder / "shards")
-    make_shards(folder / "others", seed=1)
     edits.write_trainer(folder / "flat.py", {"return self.lm_head(x)": "return 0 * self.lm_head(x)"})
     return folder
 

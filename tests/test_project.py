@@ -27,13 +27,14 @@ OPTIONAL = {
 }
 
 
-def read(name):
-    return (ROOT / name).read_text(encoding="utf-8")
+def read(path):
+    """The text of a file, whose path may begin at the root of the project."""
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 @functools.cache
 def parse(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(read(path))
 
 
 def parsed(*patterns):
@@ -151,18 +152,18 @@ def anchors(text):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_document_links_to_is_there(document):
     """Files, pictures and headings."""
-    prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", read(document), flags=re.DOTALL)
     for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", prose):
         target = document.parent / link if link else document
         assert target.exists(), link
         if anchor:
-            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
+            assert anchor in anchors(read(target)), f"{link}#{anchor}"
 
 
 def test_the_records_that_the_code_cites_are_there():
     cited = set()
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.ipynb"), *ROOT.glob("plumbing/**/*.py")]:
-        cited |= {*re.findall(r"records/20[\w-]+", path.read_text(encoding="utf-8"))}
+        cited |= {*re.findall(r"records/20[\w-]+", read(path))}
     assert cited
     assert [name for name in cited if not (ROOT / name).exists()] == []
 

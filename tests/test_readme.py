@@ -22,9 +22,9 @@ import train_gpt2
 from bench import __main__ as bench
 from torch.distributed.run import get_args_parser, parse_args
 
-from corpora import write_parquet
+from corpora import write, write_parquet
 from edits import Changed, write_trainer
-from harness import ROOT, examples_file, flags, forked_torchrun, make_shards, read_log, run, status_of
+from harness import ROOT, examples_file, flags, forked_torchrun, make_shards, read_log, refusal_of, run, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OPERATIONS = (ROOT / "OPERATIONS.md").read_text(encoding="utf-8")
@@ -183,22 +183,22 @@ def write_changed_trainers(folder):
 
 
 def make_inputs(folder):
-    """The files that the reader is supposed to have."""
+    """The files that the reader is supposed to have, in the working folder."""
     write_changed_trainers(folder)
     text = 80 * "ROMEO:\nWhat light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n"
-    (folder / "tinyshakespeare.txt").write_text(text, encoding="utf-8")
+    write("tinyshakespeare.txt", text)
     for name in ("texts", "tests", "plumbing/data"):
-        (folder / name).mkdir(parents=True)
+        os.makedirs(name)
     for name in ("tests/a.py", "plumbing/data/b.py"):
-        (folder / name).write_text(text, encoding="utf-8")
-    write_parquet(folder / "texts" / "a.parquet", [text[i::7] for i in range(7)])
+        write(name, text)
+    write_parquet("texts/a.parquet", [text[i::7] for i in range(7)])
     # quickstart would make the whole of Python's documentation into shards, and reading a part of it takes as long
-    (folder / "docs.txt").write_text(6 * text, encoding="utf-8")
+    write("docs.txt", 6 * text)
     for name in ("docs", "python_docs"):
         assert status_of(fineweb.main, ["--input", "docs.txt", *BYTES, "--out-dir", name]) == 0
     examples_file(folder, ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
-    (folder / "chats.jsonl").write_text(conversation * 200, encoding="utf-8")
+    write("chats.jsonl", conversation * 200)
 
 
 def shape_of(line):
@@ -215,7 +215,7 @@ def torchrun(folder, command, added):
 
 
 @pytest.fixture
-def reader(tmp_path, monkeypatch, capsys):
+def reader(tmp_path, monkeypatch):
     """A function that makes a journey in tmp_path, command by command, and returns all that was printed."""
 
     def run_command(command, added):
@@ -223,13 +223,12 @@ def reader(tmp_path, monkeypatch, capsys):
             [said] = run(torchrun, tmp_path, shlex.split(command), added)
             return said
         _, program, *args = shlex.split(command)
-        monkeypatch.setattr(sys, "argv", [program, *args, *added])
+        monkeypatch.setattr(sys, "argv", [program])
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/quit\n"))
-        capsys.readouterr()
-        status = status_of(importlib.import_module(program.removesuffix(".py")).main)
-        output = capsys.readouterr()
-        assert status == 0 and output.out, f"{command}\n{output.out}{output.err}"
-        return output.out
+        main = importlib.import_module(program.removesuffix(".py")).main
+        status, said, errors = refusal_of(main, *args, *added)
+        assert status == 0 and said, f"{command}\n{said}{errors}"
+        return said
 
     def travel(journey):
         whole = {entry(command): command for command in commands()}
@@ -249,40 +248,39 @@ def reader(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.gpt2
-def test_a_students_commands_print_what_the_readme_shows(reader, tmp_path):
+def test_a_students_commands_print_what_the_readme_shows(reader):
     printed = reader("a student")
-    assert (tmp_path / "log" / "chats" / "hf").exists()
+    assert os.path.exists("log/chats/hf")
     shown = re.findall(r"^step .*$", README, re.MULTILINE)
     assert shown
     assert set(map(shape_of, shown)) <= set(map(shape_of, printed.splitlines()))
 
 
 @pytest.mark.gpt2
-def test_a_researchers_commands_run(reader, tmp_path):
+def test_a_researchers_commands_run(reader):
     reader("a researcher")
-    log = (tmp_path / "log" / "ema" / "log.txt").read_text(encoding="utf-8")
-    assert "\n2 val_ema " in log
-    state = torch.load(tmp_path / "log" / "student" / "model_00002.pt", weights_only=True)
+    assert 2 in read_log("log/ema", "val_ema")
+    state = torch.load("log/student/model_00002.pt", weights_only=True)
     assert "transformer.h.3.ln_1.weight" in state["own"]["teacher"]
     assert "transformer.h.2.ln_1.weight" not in state["model"]
 
 
 @pytest.mark.gpt2
-def test_an_operators_commands_run(reader, tmp_path):
+def test_an_operators_commands_run(reader):
     reader("an operator")
-    assert (tmp_path / "my_gpt2" / "model.safetensors").exists()
+    assert os.path.exists("my_gpt2/model.safetensors")
 
 
 @pytest.mark.gpt2
-def test_an_operators_commands_run_on_a_cluster(reader, tmp_path):
+def test_an_operators_commands_run_on_a_cluster(reader):
     """With GPUs that are two processes on a CPU."""
     fineweb_command = ["--input", "docs.txt", *BYTES, "--out-dir", "my_texts"]
     assert status_of(fineweb.main, fineweb_command) == 0
     reader("an operator of a cluster")
-    (tmp_path / "log" / "model_00002.pt").unlink()
-    shutil.copytree(tmp_path / "log", tmp_path / "moved" / "log")
+    os.unlink("log/model_00002.pt")
+    shutil.copytree("log", "moved/log")
     assert ", from step 1 to 2" in reader("the same after a kill")
-    shutil.move(tmp_path / "my_texts", tmp_path / "moved")
+    shutil.move("my_texts", "moved")
     assert ", from step 1 to 2" in reader("the same on another machine")
 
 

@@ -218,7 +218,7 @@ class Dropping(train_gpt2.MLP):
 def test_another_seed_has_another_order_or_dropout_and_other_samples(
     shuffle, mlp, folder, run_of, tmp_path, monkeypatch
 ):
-    """From the same weights, at a rate at which nothing is learned."""
+    """From the same weights, at a rate at which nothing is learned. The validation before each step has no dropout."""
     monkeypatch.setattr(train_gpt2, "MLP", mlp)
     still = dict(init_from=run_of()[0], max_lr=1e-30, min_lr=0, max_steps=1, sample_every=1, shuffle=shuffle)
     first, second = tmp_path / "1", tmp_path / "2"
