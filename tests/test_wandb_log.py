@@ -74,78 +74,60 @@ def identity_of(wandb):
     return Path(wandb.run.dir).parent.name.rpartition("-")[2]
 
 
-@pytest.fixture
-def out_dir(data, tmp_path, wandb):
-    """A finished run that was mirrored."""
-    train(data, tmp_path / "run", **OPTIONS)
-    return tmp_path / "run"
-
-
-def test_the_log_is_mirrored(data, tmp_path, wandb):
-    said = train(data, tmp_path / "run", **OPTIONS)
-    assert logged(wandb) == log_of(tmp_path / "run")
+def test_the_log_is_mirrored_also_of_a_branch_with_its_parents_curve(data, out, tmp_path, wandb):
+    said = train(data, out, **OPTIONS)
+    assert logged(wandb) == log_of(out)
     init = wandb.init.call_args.kwargs
     assert init["mode"] == "online" and init["project"] == "gpt2"
     assert init["config"]["vocab_size"] == 320
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=0)]
     assert f"mirrored at https://wandb.example/{identity_of(wandb)}" in said
-
-
-def test_a_resumed_run_goes_on_in_the_same_curve(data, out_dir, wandb):
-    """The server has the steps up to 4, the checkpoint is of step 4, and the new process repeats all from there."""
-    logged(wandb)
-    identity = identity_of(wandb)
-    lose_the_last_steps(out_dir)
-    wandb.next_step = 5
-    train(data, out_dir, **OPTIONS, batch_size=2)
-    again = wandb.init.call_args.kwargs
-    assert again["id"] == identity and again["resume"] == "allow" and again["allow_val_change"]
-    assert logged(wandb) == log_of(out_dir, first=5)
-
-
-@pytest.mark.parametrize("begun", ["online", "offline"])
-def test_a_run_that_is_resumed_offline_is_the_same_run_with_all_steps(begun, data, tmp_path, wandb):
-    """Its upload replaces what the server had."""
-    wandb.login.return_value = begun == "online"
-    train(data, tmp_path / "run", **OPTIONS)
-    logged(wandb)
-    identity = identity_of(wandb)
-    lose_the_last_steps(tmp_path / "run")
-    wandb.login.return_value = False
-    said = train(data, tmp_path / "run", **OPTIONS)
-    assert wandb.init.call_args.kwargs["mode"] == "offline"
-    assert identity_of(wandb) == identity
-    assert logged(wandb) == log_of(tmp_path / "run")
-    assert f"wandb sync {tmp_path / 'run' / 'wandb' / 'offline-run-'}" in said
-
-
-@pytest.mark.parametrize(
-    "mode, has_login", [("online", False), ("offline", True), ("disabled", True), ("shared", True)]
-)
-def test_wandb_mode_is_obeyed(mode, has_login, data, tmp_path, wandb, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", mode)
-    wandb.login.return_value = has_login
-    train(data, tmp_path / "run", **OPTIONS | dict(max_steps=1))
-    assert wandb.init.call_args.kwargs["mode"] == mode
-
-
-def test_a_branch_is_another_run_with_its_parents_curve(data, out_dir, tmp_path, wandb):
-    logged(wandb)
-    train(data, tmp_path / "branch", **OPTIONS, branch_from=out_dir / "model_00004.pt", max_lr=1e-3)
+    train(data, tmp_path / "branch", **OPTIONS, branch_from=out / "model_00004.pt", max_lr=1e-3)
     assert wandb.init.call_args.kwargs["id"] is None
     assert logged(wandb) == log_of(tmp_path / "branch")
 
 
+@pytest.mark.parametrize(
+    "begun, now, first", [("online", "online", 5), ("online", "offline", 0), ("offline", "offline", 0)]
+)
+def test_a_resumed_run_goes_on_in_the_same_curve(begun, now, first, data, out, wandb):
+    """The server has the steps up to 4, the checkpoint is of step 4, and the new process repeats all from there.
+
+    Offline it has all steps, because its upload replaces what the server had.
+    """
+    wandb.login.return_value = begun == "online"
+    train(data, out, **OPTIONS)
+    logged(wandb)
+    identity = identity_of(wandb)
+    lose_the_last_steps(out)
+    wandb.next_step = 5
+    wandb.login.return_value = now == "online"
+    said = train(data, out, **OPTIONS, batch_size=2)
+    again = wandb.init.call_args.kwargs
+    assert again["mode"] == now and again["resume"] == "allow" and again["allow_val_change"]
+    assert again["id"] == identity_of(wandb) == identity
+    assert logged(wandb) == log_of(out, first=first)
+    assert (f"wandb sync {out / 'wandb' / 'offline-run-'}" in said) == (now == "offline")
+
+
+@pytest.mark.parametrize("mode, has_login", [("online", False), ("disabled", True)])
+def test_wandb_mode_is_obeyed(mode, has_login, data, out, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    wandb.login.return_value = has_login
+    train(data, out, **OPTIONS | dict(max_steps=1))
+    assert wandb.init.call_args.kwargs["mode"] == mode
+
+
 @pytest.mark.parametrize("trouble", ["init", "run.log", "run.finish"])
-def test_training_goes_on_without_wandb_after_any_error(trouble, data, tmp_path, wandb):
+def test_training_goes_on_without_wandb_after_any_error(trouble, data, out, wandb):
     wandb.configure_mock(**{f"{trouble}.side_effect": RuntimeError("no more space\nat the server")})
-    out = train(data, tmp_path / "run", **OPTIONS)
-    assert out.count("warning: ") == 1 and "failed (RuntimeError: no more space)." in out
-    assert len(read_log(tmp_path / "run")) == 6
+    said = train(data, out, **OPTIONS)
+    assert said.count("warning: ") == 1 and "failed (RuntimeError: no more space)." in said
+    assert len(read_log(out)) == 6
 
 
-def test_a_run_that_ends_in_an_error_is_failed_there_too(data, tmp_path, wandb):
-    args = tiny_flags(data, tmp_path / "run", wandb="gpt2", max_lr=1e17, grad_clip=0)
+def test_a_run_that_ends_in_an_error_is_failed_there_too(data, out, wandb):
+    args = tiny_flags(data, out, wandb="gpt2", max_lr=1e17, grad_clip=0)
     refused(train_gpt2.main, *args)
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=1)]
 
@@ -162,16 +144,15 @@ def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp
 
 
 @pytest.mark.skipif(not wandb_log.is_installed(), reason="wandb is optional and not installed")
-def test_the_real_wandb_writes_its_offline_run(data, tmp_path, monkeypatch):
+def test_the_real_wandb_writes_its_offline_run(data, out, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    out = train(data, run, **OPTIONS)
-    assert "warning" not in out
-    [folder] = (run / "wandb").glob("offline-run-*")
+    said = train(data, out, **OPTIONS)
+    assert "warning" not in said
+    [folder] = (out / "wandb").glob("offline-run-*")
     [file] = folder.glob("run-*.wandb")
-    assert f"wandb sync {folder}" in out
+    assert f"wandb sync {folder}" in said
     content = file.read_bytes()
     assert all(stream in content for stream in (b"train", b"val", b"lr", b"max_lr"))
-    lose_the_last_steps(run)
-    train(data, run, **OPTIONS)
-    assert len(list((run / "wandb").glob(f"offline-run-*/{file.name}"))) == 2, "the same run"
+    lose_the_last_steps(out)
+    train(data, out, **OPTIONS)
+    assert len(list((out / "wandb").glob(f"offline-run-*/{file.name}"))) == 2, "the same run"
