@@ -261,22 +261,12 @@ def test_a_notebook_is_committed_with_outputs_that_another_run_would_not_change(
 def execute(notebook, folder):
     """Run a notebook in a kernel, in `folder`, and leave nothing in it that another run would change."""
     resources = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False, resources=resources)
+    options = dict(record_timing=False, coalesce_streams=True)
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources, **options)
     client.execute()  # raises a cell's error
     for cell in code_cells(notebook):
         cell.execution_count = None
-        cell.outputs = join_streams(cell.outputs)
-
-
-def join_streams(outputs):
-    """What was printed as one output before the pictures, however the kernel has cut it."""
-    printed = [output for output in outputs if output.output_type == "stream"]
-    assert all(output.name == "stdout" for output in printed), "a warning is an error here"
-    text = "".join(output.text for output in printed)
-    others = [output for output in outputs if output.output_type != "stream"]
-    if not text:
-        return others
-    return [nbformat.v4.new_output("stream", text=text), *others]
+        assert "stderr" not in [output.get("name") for output in cell.outputs], "a warning is an error here"
 
 
 def with_palette(png):
