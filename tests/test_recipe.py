@@ -1,6 +1,9 @@
 """The recipe: the sizes and initial weights of GPT-2, GPT-3's schedules, weight decay where it belongs, and Muon."""
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import time
 
@@ -129,10 +132,11 @@ OTHER_VALUES = dict(
     muon_momentum_warmup=10,
     muon_weight_decay=0.1,
 )
+USUAL = dict(data="data", max_steps=4, warmup_steps=1, val_every=2, checkpoint_every=2)
 MUON = dict(optimizer="muon")
 MATTERS_WITH = dict(  # settings without which it makes no difference
-    batch_ramp=dict(data="LARGE", total_batch_size=2**16, batch_size=256, max_steps=1, n_layer=1, n_embd=8),
-    data_weights=dict(data="TWO FOLDERS"),
+    batch_ramp=dict(data="large", total_batch_size=2**16, batch_size=256, max_steps=1, n_layer=1, n_embd=8),
+    data_weights=dict(data=("data", "second")),
     decay_fraction=dict(schedule="wsd"),
     muon_lr=MUON,
     muon_momentum=MUON,
@@ -149,24 +153,20 @@ def large(folder):
 
 @pytest.fixture(scope="module")
 def run_of(folder, large):
-    """A function: (the folder of a run of these settings, the settings). It is trained once for all tests of this
-    file.
+    """run_of(**changes): the folder of a run of USUAL with these changes, in a folder with the data. It is trained once
+    for all tests of this file.
     """
-    finished = {}
-    second = make_shards(folder.parent / "second", seed=1)
-    data = {"TWO FOLDERS": (folder, second), "LARGE": large}
-    usual = dict(data=folder, max_steps=4, warmup_steps=1, val_every=2, checkpoint_every=2)
+    make_shards(folder.parent / "second", seed=1)
+    numbers = itertools.count()
 
+    @functools.cache
     def find(**changes):
-        settings = usual | changes
-        settings["data"] = data.get(settings["data"], settings["data"])
-        key = str(settings)
-        if key not in finished:
-            finished[key] = folder.parent / f"{len(finished)}"
-            train(out_dir=finished[key], **settings)
-        return finished[key], settings
+        out_dir = folder.parent / f"{next(numbers)}"
+        train(out_dir=out_dir, **USUAL | changes)
+        return out_dir
 
-    return find
+    with contextlib.chdir(folder.parent):
+        yield find
 
 
 def differ(ours, theirs):
@@ -188,13 +188,14 @@ REFUSED_AS = {
 def test_a_setting_of_the_recipe_that_is_changed_alone_continues_no_run_and_changes_the_losses(name, run_of):
     value = OTHER_VALUES[name]
     if value == "OTHER RUN":
-        value = run_of(seed=3, max_steps=2)[0]
-    out_dir, settings = run_of(**MATTERS_WITH.get(name, {}))
-    changed = settings | {name: value}
+        value = run_of(seed=3, max_steps=2)
+    alone = MATTERS_WITH.get(name, {})
+    changed = alone | {name: value}
+    out_dir = run_of(**alone)
     before = listing(out_dir)
-    refused_run(changed | {"out_dir": out_dir}, REFUSED_AS.get(name, f"{name} was"))
+    refused_run(USUAL | changed | {"out_dir": out_dir}, REFUSED_AS.get(name, f"{name} was"))
     assert listing(out_dir) == before
-    other_dir, _ = run_of(**changed)
+    other_dir = run_of(**changed)
     assert any(differ(read_log(out_dir, stream), read_log(other_dir, stream)) for stream in ("train", "val"))
 
 
@@ -220,7 +221,7 @@ def test_another_seed_has_another_order_or_dropout_and_other_samples(
 ):
     """From the same weights, at a rate at which nothing is learned. The validation before each step has no dropout."""
     monkeypatch.setattr(train_gpt2, "MLP", mlp)
-    still = dict(init_from=run_of()[0], max_lr=1e-30, min_lr=0, max_steps=1, sample_every=1, shuffle=shuffle)
+    still = dict(init_from=run_of(), max_lr=1e-30, min_lr=0, max_steps=1, sample_every=1, shuffle=shuffle)
     first, second = tmp_path / "1", tmp_path / "2"
     train(folder, first, seed=1, **still)
     train(folder, second, seed=2, **still)
