@@ -284,18 +284,17 @@ def test_an_operators_commands_run_on_a_cluster(reader):
     assert ", from step 1 to 2" in reader("the same on another machine")
 
 
+# beside the fields' flags: pip's, torchrun's since torch 2.10, Slurm's, lm_eval's
+OTHERS = """--help --no-compile --no-resume --index-url --signals-to-handle --nodes --ntasks-per-node --gpus-per-node
+--cpus-per-task --time --requeue --open-mode --signal --model --model_args --tasks --batch_size"""
+
+
 def test_every_flag_that_the_readme_names_is_one_of_a_program():
     """A flag that was renamed does not live on in the README."""
     programs = (bench, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer, plumbing.run.compare)
-    options = [train_gpt2.TrainConfig] + [program.Options for program in programs]
-    known = {"--index-url", "--help", "--no-compile", "--no-resume"}
-    known |= {"--signals-to-handle"}  # of torchrun since torch 2.10
-    for option in options:
-        known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(option)}
-    known |= {*re.findall("--[a-z-]+", get_args_parser().format_help())}  # torchrun's
-    known |= {*"--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --time".split()}  # Slurm's
-    known |= {*"--requeue --open-mode --signal".split()}
-    known |= {*"--model --model_args --tasks --batch_size".split()}  # lm_eval's
+    known = {*OTHERS.split(), *re.findall("--[a-z-]+", get_args_parser().format_help())}
+    for options in [train_gpt2.TrainConfig, *(program.Options for program in programs)]:
+        known |= {"--" + field.name.replace("_", "-") for field in dataclasses.fields(options)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", TEXT))
     assert named - known == set()
 
