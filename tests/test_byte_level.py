@@ -124,8 +124,8 @@ def german(monkeypatch):
     Path("german").mkdir()
     with monkeypatch.context() as inside:
         inside.chdir("german")
-        MAKERS["another pattern"]()
-    files = {path.name: path.read_bytes() for path in Path("german").iterdir()}
+        MAKERS["vocab.json"]()
+    files = {name: Path("german", name).read_bytes() for name in ("vocab.json", "merges.txt")}
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=600, n_positions=64, n_embd=32, n_layer=2, n_head=2)
     GPT2LMHeadModel(config).save_pretrained("german")
@@ -166,8 +166,9 @@ def test_a_name_on_the_hub_is_a_model_with_its_tokenizer(german, monkeypatch):
 
 
 @pytest.mark.gpt2
-def test_a_chat_model_keeps_its_tokenizer_and_adds_the_markers(german):
-    enc = tokenizers.with_chat(tokenizers.get_encoding("german"))
+def test_a_chat_model_keeps_its_tokenizer_and_adds_the_markers():
+    MAKERS["another pattern"]()
+    enc = tokenizers.with_chat(tokenizers.get_encoding("."))
     export_huggingface(tiny_model(vocab_size=640), enc, Path("hf"))
     theirs = AutoTokenizer.from_pretrained("hf")
     ids = tokenizers.render_conversation(talk("Hi ", "caf\u00e9"), enc)[0]
