@@ -5,7 +5,6 @@ Each mistake is made in a folder that holds good data, a finished run, and what 
 
 import importlib
 import pickle
-import re
 import shlex
 import shutil
 import signal
@@ -21,7 +20,6 @@ from plumbing.system import devices
 
 from corpora import write_parquet
 from harness import (
-    ROOT,
     TINY,
     Touch,
     assert_same_run,
@@ -125,20 +123,10 @@ REFUSED = {
     # prompts
     "sample.py -m run": "prompt",
 }
-# what cannot be a command, or goes on, and the test that has it
-ELSEWHERE = {
-    "all complaints are said together": "test_all_complaints_are_said_together",
-    "a dtype that this machine lacks": "test_all_complaints_are_said_together",
-    "more local ranks than GPUs": "test_ranks_without_a_gpu_each_do_not_wait_for_each_other",
-    "a document longer than a shard": "test_a_long_text_is_divided_between_the_splits",
-    "the disk is full while a shard is written": "test_a_disk_that_fills_up_keeps_the_shards_before",
-    "the disk is full for a checkpoint": "test_a_file_that_does_not_fit_on_the_disk_leaves_the_others_alone",
-    "out of memory at the first step": "test_a_batch_that_is_too_large_is_halved_with_warnings",
-    "attention that fails": "test_what_one_rank_cannot_do_all_give_up",
-    "a compiler that fails": "test_a_compiler_that_fails_costs_a_warning",
-    "shapes come from weights": "test_a_folder_whose_files_do_not_belong_together_is_refused",
-    "prompts that are empty, long or have a special token": "test_odd_prompts_are_only_text",
-}
+# Below are those that are no command or change the machine. Elsewhere: more local ranks than GPUs
+# (test_simulated_gpu.py), a text longer than a shard (test_readers.py), a full disk for a shard (test_fineweb.py),
+# memory, attention and a compiler that fail (test_devices.py, test_shard.py), sizes that the weights lack
+# (test_huggingface.py)
 
 
 def write_shards(folder):
@@ -255,12 +243,6 @@ def test_all_complaints_are_said_together(refuses, monkeypatch):
 @needs("float8")
 def test_float8_needs_matrices_of_multiples_of_16(refuses):
     refuses("train_gpt2.py --dtype fp8 --n-embd 40", "multiples of 16 & (320, 40)")
-
-
-def test_what_is_tested_elsewhere_is():
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py")]
-    there = re.findall(r"^def (test_\w+)\(", "".join(sources), re.MULTILINE)
-    assert {*ELSEWHERE.values()} <= {*there}
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", ""])

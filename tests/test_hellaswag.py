@@ -1,6 +1,7 @@
 """hellaswag.py: what is scored, who wins, how it is spread over ranks, and what bad input does."""
 
 import json
+import operator
 import re
 
 import hellaswag
@@ -273,14 +274,10 @@ def test_predictions_are_the_endings_that_each_rule_chooses(scored, tmp_path):
     predictions = tmp_path / "predictions.jsonl"
     numbered = [{"ind": number, **example} for number, example in zip("789", EXAMPLES)]
     scored(numbered, "--predictions", predictions)
-    text = predictions.read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    scores = score(MODEL, render_all(), ENC.n_vocab)
-    by_sum, by_mean, _ = scores.argmax(2).tolist()
-    assert [line["ind"] for line in lines] == ["7", "8", "9"]
-    assert [line["label"] for line in lines] == [3, 0, 1]
-    assert [line["pred"] for line in lines] == by_sum
-    assert [line["pred_norm"] for line in lines] == by_mean
+    lines = predictions.read_text(encoding="utf-8").splitlines()
+    by_sum, by_mean, _ = score(MODEL, render_all(), ENC.n_vocab).argmax(2).tolist()
+    chosen = map(operator.itemgetter("ind", "label", "pred", "pred_norm"), map(json.loads, lines))
+    assert [*chosen] == [*zip("789", [3, 0, 1], by_sum, by_mean)]
 
 
 @pytest.mark.gpt2
