@@ -197,7 +197,6 @@ CUDA = "CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has a total capac
     [
         RuntimeError(f"OutOfMemoryError: {CUDA}\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to"),
         MemoryError(),
         WRAPPED,
     ],
