@@ -18,18 +18,6 @@ def grams(tokens):
     return {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
 
 
-def naive_contamination(examples, tokens, enc):
-    """The numbers of the examples that have 13 tokens in a row in common with `tokens`, and of no others."""
-    known = grams(tokens)
-    found = set()
-    for number, example in enumerate(examples, 1):
-        for ending in example["endings"]:
-            ids = enc.encode_ordinary(f"{example['ctx']} {ending}")
-            if known & grams(ids):
-                found.add(number)
-    return found
-
-
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """(a folder with texts and examples, the examples). Some texts quote an example, whole or in part."""
@@ -64,7 +52,14 @@ def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted,
     options = dict(tokenizer=str(folder / "small.tiktoken"), shard_size=shard_size)
     shards = make(tmp_path, folder / "texts.jsonl", **options)
     found = set(contamination.report(shards, folder / "eval.jsonl"))
-    assert found == naive_contamination(examples, read(shards).tolist(), train_small("gpt2"))
+    known = grams(read(shards).tolist())
+    expected = set()
+    for number, example in enumerate(examples, 1):
+        for ending in example["endings"]:
+            ids = train_small("gpt2").encode_ordinary(f"{example['ctx']} {ending}")
+            if known & grams(ids):
+                expected.add(number)
+    assert found == expected
     assert found >= set(range(1, 59, 7))
 
 

@@ -342,7 +342,6 @@ def test_the_quick_start_takes_the_shards_that_are_there(name, path, capsys):
     folder = make_small(path)
     change_meta(folder, tokenizer=name)
     before = listing(folder)
-    capsys.readouterr()
     fineweb.make_python_docs(str(folder))
     assert listing(folder) == before
     assert ("has tokenizer small-gpt2, not the bytes that" in capsys.readouterr().out) == (name != "bytes")
