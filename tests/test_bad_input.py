@@ -3,11 +3,14 @@
 Each mistake is made in a folder that holds good data, a finished run, and what others may hold that is damaged.
 """
 
+import contextlib
 import importlib
+import os
 import pickle
 import shlex
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from plumbing.data import downloads, tokenizers
 from plumbing.run import run as run_folder
 from plumbing.system import devices
 
-from corpora import write_parquet
+from corpora import write, write_parquet
 from harness import (
     TINY,
     Touch,
@@ -129,27 +132,25 @@ REFUSED = {
 # (test_huggingface.py)
 
 
-def write_shards(folder):
+def write_shards():
     """Folders of shards with a mistake each."""
-    make_shards(folder / "no_train", lengths=(2000,))
+    make_shards("no_train", lengths=(2000,))
     for name in "no_val cut int64 pickled beyond longer unfinished nameless other bare".split():
-        make_shards(folder / name)
-    (folder / "no_val" / "tiny_val_000000.npy").unlink()
-    (folder / "bare" / "meta.json").unlink()
+        make_shards(name)
+    os.remove("no_val/tiny_val_000000.npy")
+    os.remove("bare/meta.json")
     last = "tiny_train_000002.npy"
-    (folder / "cut" / last).write_bytes((folder / "data" / last).read_bytes()[:-20])
-    np.save(folder / "int64" / last, np.arange(1700))
-    np.save(folder / "pickled" / last, np.array([Touch("touched")] * 1700), allow_pickle=True)
-    np.save(folder / "beyond" / last, np.full(1700, 257, np.uint16))
-    lengths = change_meta(folder / "longer")["shards"]
-    change_meta(folder / "longer", shards=lengths | {last: 1705})
-    change_meta(folder / "unfinished", complete=False)
-    change_meta(folder / "nameless", tokenizer="my-1a2b3c4d")
-    enc = tokenizers.get_encoding("bytes")
-    ranks = {bytes([255 - ord(byte)]): i for byte, i in enc._mergeable_ranks.items()}
-    path = folder / "other" / "tokenizer.tiktoken"
-    write_tokenizer(path, ranks)
-    change_meta(folder / "other", tokenizer=tokenizers.read_encoding(path).name)
+    os.truncate(f"cut/{last}", 3500)
+    np.save(f"int64/{last}", np.arange(1700))
+    np.save(f"pickled/{last}", np.array([Touch("touched")] * 1700), allow_pickle=True)
+    np.save(f"beyond/{last}", np.full(1700, 257, np.uint16))
+    lengths = change_meta("longer")["shards"]
+    change_meta("longer", shards=lengths | {last: 1705})
+    change_meta("unfinished", complete=False)
+    change_meta("nameless", tokenizer="my-1a2b3c4d")
+    path = Path("other/tokenizer.tiktoken")
+    write_tokenizer(path, {bytes([255 - i]): i for i in range(256)})
+    change_meta("other", tokenizer=tokenizers.read_encoding(path).name)
 
 
 def write_tokenizer(path, ranks):
@@ -158,50 +159,50 @@ def write_tokenizer(path, ranks):
     tokenizers.write_encoding(enc, path)
 
 
-def write_texts(folder):
-    (folder / "a.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
-    (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
-    (folder / "empty.txt").touch()
-    (folder / "a.pdf").write_bytes(b"%PDF-1.4")
-    (folder / "a.docx").write_bytes(b"PK")
-    parquet = write_parquet(folder / "torn.parquet", ["a"])
-    parquet.write_bytes(parquet.read_bytes()[:-20])
+def write_texts():
+    write("a.jsonl", '{"text": "a"}\n')
+    write("bad.jsonl", '{"text": "a"}\n{"text": \n')
+    write("empty.txt", "")
+    write("a.pdf", "%PDF-1.4")
+    write("a.docx", "PK")
+    os.truncate(write_parquet("torn.parquet", ["a"]), 100)
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {i.to_bytes(4, "big"): i for i in range(256, 65536)}
-    write_tokenizer(folder / "big.tiktoken", ranks)
-    (folder / "foreign").mkdir()
-    (folder / "foreign" / "x_train_000001.npy").touch()
+    write_tokenizer(Path("big.tiktoken"), ranks)
+    os.mkdir("foreign")
+    write("foreign/x_train_000001.npy", "")
 
 
-def write_checkpoints(folder):
+def write_checkpoints():
     """Files that are no checkpoints, a run whose checkpoints all hold code, and one that was stopped."""
-    good = folder / "run" / "model_00004.pt"
+    good = Path("run/model_00004.pt")
     content = good.read_bytes()
-    (folder / "half.pt").write_bytes(content[: len(content) // 2])
     middle = len(content) // 2
-    (folder / "flipped.pt").write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    (folder / "script.pt").write_bytes(pickle.dumps({"model": Touch("touched")}))
-    torch.save(torch.zeros(3), folder / "tensor.pt")
+    Path("half.pt").write_bytes(content[:middle])
+    Path("flipped.pt").write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    Path("script.pt").write_bytes(pickle.dumps({"model": Touch("touched")}))
+    torch.save(torch.zeros(3), "tensor.pt")
     for name in ("coded", "stopped"):
-        shutil.copytree(folder / "run", folder / name)
-    (folder / "stopped" / good.name).unlink()
-    for path in (folder / "coded").glob("model_*.pt"):
+        shutil.copytree("run", name)
+    os.remove(f"stopped/{good.name}")
+    for path in Path("coded").glob("model_*.pt"):
         change_checkpoint(path, lambda content: content.update(rng=Touch("touched")))
-    shutil.copy(folder / "coded" / good.name, folder / "code.pt")
-    shutil.copy(good, folder / "gap.pt")
-    change_checkpoint(folder / "gap.pt", lambda content: content["model"].pop("transformer.h.1.ln_2.bias"))
+    shutil.copy(f"coded/{good.name}", "code.pt")
+    shutil.copy(good, "gap.pt")
+    change_checkpoint("gap.pt", lambda content: content["model"].pop("transformer.h.1.ln_2.bias"))
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """Good data and a finished run, and beside them everything with a mistake."""
     folder = tmp_path_factory.mktemp("good")
-    make_shards(folder / "data")
-    train(folder / "data", folder / "run", **OPTIONS)
-    (folder / "empty").mkdir()
-    write_shards(folder)
-    write_texts(folder)
-    write_checkpoints(folder)
+    with contextlib.chdir(folder):
+        make_shards("data")
+        train("data", "run", **OPTIONS)
+        os.mkdir("empty")
+        write_shards()
+        write_texts()
+        write_checkpoints()
     return folder
 
 
