@@ -91,28 +91,25 @@ def test_what_a_run_does_not_continue_is_moved_aside(folder):
     assert "Moved log.txt, model_best.pt, run.txt, train_gpt2-" in said
 
 
-def test_a_run_that_has_logged_nothing_leaves_nothing_to_move(folder):
-    (folder / "new").mkdir()
-    (folder / "new" / "log.txt").touch()
-    (folder / "new" / "run.txt").write_bytes("caf\u00e9\n".encode("latin-1"))  # notes of the user's
-    train(folder / "data", folder / "new", **OPTIONS)
-    assert (folder / "new" / "run.txt").read_bytes().startswith(b"caf\xe9\n")
-    assert not (folder / "new.1").exists()
-
-
 def test_files_of_others_survive_a_run_in_their_folder(folder, monkeypatch):
-    """--out-dir . in a folder full of other things, with and without --no-resume."""
+    """--out-dir . in a folder full of other things, with and without --no-resume.
+
+    A run that has logged nothing leaves nothing that the first one would move aside.
+    """
     place = folder / "mine"
     (place / "film.part").mkdir(parents=True)
     for name in ("film.part/reel", "disk.part", "meta.json", "model_5.pt", "other.pt", "shard_train_000001.npy"):
         (place / name).write_text("dear", encoding="utf-8")
     before = listing(place)
+    (place / "log.txt").touch()
+    (place / "run.txt").write_bytes(b"caf\xe9\n")  # notes of the user's
     monkeypatch.chdir(place)
     for changes in ({}, {"resume": False}):
         train(folder / "data", ".", max_steps=1, **changes)
         after = listing(place)
         assert {name: after.get(name) for name in before} == before
     assert (folder / "mine.1" / "model_00001.pt").exists()
+    assert (folder / "mine.1" / "run.txt").read_bytes().startswith(b"caf\xe9\n")
 
 
 def test_damaged_lines_of_a_log_are_counted(folder):

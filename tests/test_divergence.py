@@ -9,7 +9,19 @@ import pytest
 import train_gpt2
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 
-from harness import at_steps, error_in, losses, patched, read_log, refused_run, run, steps_of, tiny_flags, train
+from harness import (
+    at_steps,
+    error_in,
+    losses,
+    make_shards,
+    patched,
+    read_log,
+    refused_run,
+    run,
+    steps_of,
+    tiny_flags,
+    train,
+)
 
 
 @contextlib.contextmanager
@@ -81,18 +93,23 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
     assert steps_of(out) == [12]
 
 
-@pytest.mark.parametrize("name, kind", [("train_000001", "training"), ("val_000000", "validation")])
-def test_shards_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, data, out):
+@pytest.mark.parametrize(
+    "name, kind",
+    [("train_000001.npy", "training"), ("train_000001.mask", "training"), ("val_000000.npy", "validation")],
+)
+def test_shards_and_masks_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, out, tmp_path):
+    data = make_shards(tmp_path / "data", masks=True)
+
     def exchange(step, parts):
         if step == 5:
             # in place: np.save would cut the file to nothing first, under the threads that read ahead
-            np.load(data / f"tiny_{name}.npy", mmap_mode="r+")[:] = 99
+            np.load(data / f"tiny_{name}", mmap_mode="r+")[:] = 1
 
     changes = dict(data=data, out_dir=out)
     with at_steps(exchange):
         refused_run(changes, f"The shards in {data} have changed")
     assert steps_of(out) == [4]
-    refused_run(changes, f"The run in {out} cannot continue with", f"{kind} data")
+    refused_run(changes, f"The run in {out} cannot continue with", f"{kind} data", "start a branch")
 
 
 def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, out, tmp_path):
