@@ -66,7 +66,7 @@ def test_every_kind_of_text_is_one_document(kind):
 def test_columns_are_joined_and_objects_walked_into(kind):
     """One row has no body. The name of a column may have a dot."""
     doc = {"content": {"text": "not this"}, "text": "C"}
-    rows = [{"title": f"T{i}", "body": f"B{i}", "doc": doc, "doc.content.text": "D"} for i in range(40)]
+    rows = [{"title": f"T{i}", "body": f"B{i}", "doc.content.text": "D", "doc": doc} for i in range(40)]
     rows[3]["body"] = None
     texts = [f"T{i}\n\nB{i}\n\nC\n\nD" for i in range(40)]
     texts[3] = "T3\n\nC\n\nD"
