@@ -356,22 +356,14 @@ def test_the_users_cache_is_used_offline_as_well_and_left_alone(commit, hub, tmp
     assert re.search("offline mode is enabled.*--input", failure("OWNER/other", out_dir="other"))
 
 
-def test_conversations_of_the_hub(hub):
-    content = parquet(messages=[*[talk("Q", "A")] * 100, talk("no answer", None)])
-    hub.add("OWNER/chats", {f"data/{split}_sft-00000-of-00001.parquet": content for split in ("train", "test")})
-    args = ["--dataset", "OWNER/chats", "--max-length", "64", *BYTES]
-    assert "Choose one with --split: " in refused(smoltalk.main, *args)
-    smoltalk.main([*args, "--split", "train_sft"])
-    assert read_meta("chats")["dataset"] == "OWNER/chats"
-    assert read_meta("chats")["documents"] == 100
-
-
 def test_smoltalk_is_read_in_the_config_that_has_all_of_it(hub):
-    files = {f"{name}/train.parquet": parquet(messages=[talk("Q", name)] * 30) for name in ("all", "math")}
+    rows = [*[talk("Q", "A")] * 30, talk("no answer", None)]
+    files = {f"{name}/train.parquet": parquet(messages=rows) for name in ("all", "math")}
     files["README.md"] = card_of({"all": "all/*", "math": "math/*"})
     hub.add("HuggingFaceTB/smoltalk", files)
     smoltalk.main(["--max-length", "64", *BYTES])
-    assert read_meta("smoltalk")["made_from"]["config"] == "all"
+    meta = shards.read_meta("smoltalk")
+    assert (meta.dataset, meta.made_from["config"], meta.documents) == ("HuggingFaceTB/smoltalk", "all", 30)
 
 
 def test_what_the_disk_has_no_room_for_is_refused_before_the_download(hub, monkeypatch):
