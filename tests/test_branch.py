@@ -23,10 +23,10 @@ from harness import (
     flags,
     killed_at,
     listing,
-    log_lines,
     losses,
     make_shards,
     printed_commands,
+    read_log,
     refusal_of,
     refused,
     refused_run,
@@ -40,7 +40,8 @@ from harness import (
     write_half,
 )
 
-OPTIONS = dict(max_steps=12, val_every=4, checkpoint_every=4, keep_checkpoints=9)
+# with a vocabulary that is not padded
+OPTIONS = dict(max_steps=12, val_every=4, checkpoint_every=4, keep_checkpoints=9, vocab_size=257)
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +71,18 @@ def train_in_a_ramp(args):
     "ranks, train, options, step", [(0, train_gpt2.main, EPOCHS, 6), (2, train_in_a_ramp, RAMP, 4)]
 )
 def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, options, step, folder, tmp_path):
-    """With Muon, and so with AdamW for the rest. One begins in the second epoch, one before the batch grows."""
+    """With Muon, and so with AdamW for the rest. One begins in the second epoch, one before the batch grows.
+
+    Its data were moved.
+    """
     options = OPTIONS | dict(optimizer="muon", checkpoint_every=2) | options
     parent, branch = tmp_path / "parent", tmp_path / "branch"
     run(train, tiny_flags(folder, parent, **options), ranks=ranks)
-    args = tiny_flags(folder, branch, branch_from=parent / f"model_{step:05d}.pt", **options)
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    args = tiny_flags(moved, branch, branch_from=parent / f"model_{step:05d}.pt", **options)
     said = run(train, args, ranks=ranks)[0]
     assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in said
     assert_same_run(branch, parent)
-
-
-def test_a_checkpoint_alone_is_branched_on_data_that_were_moved(folder, parent, out, tmp_path):
-    copy = shutil.copy(parent / "model_00008.pt", tmp_path)
-    moved = shutil.copytree(folder, tmp_path / "moved")
-    train(moved, out, branch_from=copy, **OPTIONS)
-    lines = log_lines(out)
-    assert lines == log_lines(parent)[-len(lines) :]
-    assert lines[0].startswith("8 ")
 
 
 def die_in_the_first_checkpoint(args):
@@ -117,7 +113,7 @@ def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_pa
 
 # {what is wrong: (settings, words of the refusal)}
 REFUSED = {
-    "another shape": (dict(vocab_size=384), ["has 384 rows instead of 320, and a branch keeps the shapes"]),
+    "another shape": (dict(vocab_size=384), ["has 384 rows instead of 257, and a branch keeps the shapes"]),
     "two sources": (dict(init_from="gpt2"), ["--branch-from and --init-from both name the weights to start from"]),
     "no step left": (dict(max_steps=8), ["8 steps already", "use --init-from instead of --branch-from"]),
     "no folder": (dict(branch_from="nowhere"), ["There is no checkpoint in nowhere"]),
@@ -191,37 +187,43 @@ def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stoppe
     run(killed_before_the_first_step, tiny_flags(out_dir="stopped", **options), ends=[KILLED])
     [said] = run(signalled_in, "evaluate_val_loss", 1, 0, ["--out-dir", "stopped"])
     assert "Stopped after 8 steps." in said
+    assert "Settings" not in said, "the command asks for them"
     assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0
     assert_same_run("stopped", "out")
 
 
 def test_a_branch_is_continued_without_its_flag_and_not_by_one_at_another_step(parent, folder, out):
-    """It begins at the rate of its step, which is no jump, although the parent ended at a tenth of it."""
+    """It begins at the rate of its step, which is no jump, although the parent ended at a tenth of it.
+
+    It leaves its parent alone.
+    """
+    before = listing(parent)
     said = train(folder, out, branch_from=parent / "model_00004.pt", **OPTIONS)
     assert "note: The learning rate" not in said
     assert "is finished" in train(folder, out, **OPTIONS)
     another = dict(data=folder, out_dir=out, branch_from=parent / "model_00008.pt")
     refused_run(OPTIONS | another, f"{out} has a finished run", "branch_from was", "--no-resume")
+    assert listing(parent) == before
 
 
-def test_a_branch_may_change_batch_size_rates_and_dtype_and_says_so_in_run_txt(parent, folder, out):
-    """Steps of 8 windows, then of 16. Which weights are kept is no part of the recipe.
+def test_a_branch_may_change_batch_size_rates_and_dtype_and_says_so_in_run_txt(parent, folder, out, tmp_path):
+    """Of a checkpoint alone: steps of 8 windows, then of 16. Which weights are kept is no part of the recipe.
 
     The parent's checkpoint of step 8 was temporary there, and is a milestone here.
     """
-    before = listing(parent)
+    alone = shutil.copy(parent / "model_00008.pt", tmp_path)
     changes = dict(total_batch_size=256, max_lr=1e-2, schedule="wsd", dtype="float16")
     kept = dict(keep_best=True, milestone_every=8, keep_checkpoints=1)
-    train(folder, out, branch_from=parent / "model_00008.pt", **OPTIONS | changes | kept)
+    train(folder, out, branch_from=alone, **OPTIONS | changes | kept)
     assert steps_of(out) == [8, 12]
+    assert list(read_log(out)) == [8, 9, 10, 11]
     changed = dict(dtype=["float32", "float16"], total_batch_size=[128, 256])
     changed |= dict(max_lr=[3e-3, 1e-2], schedule=["cosine", "wsd"])
-    assert branched(out) == {"parent": str(parent), "step": 8, "changed": changed}
+    assert branched(out) == {"parent": str(tmp_path), "step": 8, "changed": changed}
     last = newest_checkpoint(out)
     assert last["loader"]["position"] == 8 * 8 + 4 * 16
     assert last["optimizer"][0]["param_groups"][0]["initial_lr"] == 1e-2
     assert last["scaler"]["scale"] == 2.0**16  # which a scaler begins with
-    assert listing(parent) == before
 
 
 CONSTANT = OPTIONS | dict(schedule="wsd", decay_fraction=0)
@@ -373,3 +375,4 @@ def test_a_branch_behind_a_decay_is_given_no_advice_that_raises_its_rate(folder,
     assert [words[:2] for words in printed_commands(said)] == [["python", "sample.py"]]
     said = train(folder, out, branch_from=tmp_path / "parent", max_steps=24, val_every=0)
     assert "note: The learning rate was 0.0005 before the branch and is 0.003 now.\n" in said
+    assert "Settings" not in said, "the command asks for them"

@@ -5,12 +5,11 @@ import functools
 import pytest
 import train_gpt2
 from plumbing.cli.console import UserError
-from plumbing.run.checkpoint import newest_checkpoint
 from plumbing.run.start import TUNED, begin
 from plumbing.system.distributed import World, join_ranks
 from train_gpt2 import PRESETS, TrainConfig, make_config
 
-from harness import flags, make_shards, refusal_of, run, train
+from harness import make_shards, run
 
 SETTINGS = vars(TrainConfig())
 CAN_BE_TYPED = [name for name, value in SETTINGS.items() if value not in (None, "", ())]
@@ -46,17 +45,6 @@ def test_a_value_of_other_code_is_not_taken_for_one_of_this_code(name, choices, 
     words = f"--{name} is 'flat', but here it can be only {choices}."
     with pytest.raises(UserError, match=words):
         make_config({name: "flat"}, {"data": (str(data),)}, World())
-
-
-def test_a_branch_and_a_folder_alone_keep_a_vocabulary_that_is_not_padded(data, out, tmp_path, capsys):
-    """Without a list of the settings, for which the command asks."""
-    train(data, out, vocab_size=257, max_steps=2, checkpoint_every=1)
-    words = flags(branch_from=out, out_dir=tmp_path / "branch", max_steps=3, device="cpu")
-    assert "Settings" not in refusal_of(train_gpt2.main, *words)[1]
-    assert newest_checkpoint(tmp_path / "branch")["config"]["vocab_size"] == 257
-    (out / "model_00002.pt").unlink()
-    assert "Settings" not in refusal_of(train_gpt2.main, "--out-dir", out)[1]
-    assert newest_checkpoint(out)["step"] == 2
 
 
 def start_with_different(folder):
