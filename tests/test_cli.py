@@ -173,31 +173,26 @@ def test_what_could_steer_a_terminal_is_shown(capsys):
     assert console.plain("x" * 100_000) == "x" * 200 + "..."
 
 
-@pytest.fixture
-def read_by_a_shell(capsys):
-    """A function that returns the words that a shell reads in a command that was printed."""
-
-    def read(*words):
-        console.print_next(["printf", "%s\\n%%\\n", *words])
-        printed = capsys.readouterr().out.partition("Next:\n")[2]
-        assert printed.isascii()
-        env = os.environ | {"LC_ALL": "C.UTF-8"}
-        shown = subprocess.run(["bash", "-c", printed], capture_output=True, env=env).stdout
-        return shown.decode().split("\n%\n")[:-1]
-
-    return read
+def read_by_a_shell(*words):
+    """The words that a shell reads in a command that was printed."""
+    _, said, _ = refusal_of(lambda args: console.print_next(["printf", "%s\\n%%\\n", *words]))
+    printed = said.partition("Next:\n")[2]
+    assert printed.isascii()
+    env = os.environ | {"LC_ALL": "C.UTF-8"}
+    shown = subprocess.run(["bash", "-c", printed], capture_output=True, env=env).stdout
+    return shown.decode().split("\n%\n")[:-1]
 
 
 @needs("bash")
 @pytest.mark.parametrize(
     "value", ["a\n\x1b[31mb\u202e'", "", "x" * 50, "$HOME", "`id`", "!1", '"', "C:\\n", "\\", "It's a model"]
 )
-def test_a_printed_command_survives_a_shell_whatever_its_words_are(value, read_by_a_shell):
+def test_a_printed_command_survives_a_shell_whatever_its_words_are(value):
     assert read_by_a_shell(("--flag", value)) == ["--flag", value]
 
 
 @needs("bash")
-def test_a_script_is_printed_with_its_path_and_a_value_with_a_dash_as_no_flag(read_by_a_shell, tmp_path, monkeypatch):
+def test_a_script_is_printed_with_its_path_and_a_value_with_a_dash_as_no_flag(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script, value = read_by_a_shell("sample.py", ("--flag", "-Hi"))
     assert Path(script).resolve() == ROOT / "sample.py"

@@ -5,6 +5,7 @@ import io
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -44,11 +45,9 @@ def test_the_lessons_run_without_a_run_a_network_or_a_gpu(tmp_path, monkeypatch)
 def test_each_lesson_has_an_exercise_and_its_answer():
     text = "\n".join(cell.source for cell in read_notebook("lessons.ipynb").cells)
     lessons, _, answers = text.partition("\n# Answers")
-    numbers = re.findall(r"^## (\d+)\. ", lessons, re.MULTILINE)
-    assert len(numbers) == 40
-    assert re.findall(r"^\*\*(\d+)\.\*\* ", answers, re.MULTILINE) == numbers
-    for lesson in re.split(r"^## ", lessons, flags=re.MULTILINE)[1:]:
-        assert lesson.count("**Exercise.**") == 1, lesson[:40]
+    _, *parts = re.split(r"^## (\d+)\. ", lessons, flags=re.MULTILINE)  # a number, then its lesson
+    assert re.findall(r"^\*\*(\d+)\.\*\* ", answers, re.MULTILINE) == parts[::2]
+    assert [lesson.count("**Exercise.**") for lesson in parts[1::2]] == [1] * 40
 
 
 # ----- play.ipynb -----------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ def write_losses(folder, losses, *, streams=("train", "val"), branched=None, **c
     fields = {"config": usual | config}
     if branched:
         fields["branched"] = branched
-    write_run(folder, log, **fields)
+    write_run(Path(folder), log, **fields)
 
 
 @pytest.mark.gpt2
@@ -121,9 +120,9 @@ def test_the_dashboard_shows_records_where_there_is_no_run(run_cells, capsys):
 
 
 @pytest.mark.gpt2
-def test_the_dashboard_shows_a_run_that_is_in_progress(data, tmp_path, run_cells, capsys):
+def test_the_dashboard_shows_a_run_that_is_in_progress(data, run_cells, capsys):
     """A torn last line is left alone. Of a GPU whose peak is known, the share that the run used is printed."""
-    newest = tmp_path / "log" / "newest"
+    newest = Path("log/newest")
     train(data, newest, max_steps=2)
     with open(newest / "log.txt", "a", encoding="utf-8") as file:
         file.write("9 train 7777\n9 val 3.5\n9 wte 2.5\n10 val 99")
@@ -147,9 +146,9 @@ def write_nanogpts_log(folder):
     (folder / "log.txt").write_text("".join(lines), encoding="utf-8")
 
 
-def test_build_nanogpts_log_is_drawn_by_steps_with_the_loss_to_beat(tmp_path, run_cells, capsys):
+def test_build_nanogpts_log_is_drawn_by_steps_with_the_loss_to_beat(run_cells, capsys):
     """It has no run.txt: only what the log says is told."""
-    write_nanogpts_log(tmp_path / "log")
+    write_nanogpts_log(Path("log"))
     run_cells(runs=["log"])
     text = capsys.readouterr().out
     assert text.startswith("log: 299 steps; it has no run.txt\n")
@@ -161,7 +160,7 @@ def test_build_nanogpts_log_is_drawn_by_steps_with_the_loss_to_beat(tmp_path, ru
     assert 3.2924 in [line.get_ydata()[0] for line in ax.lines]
 
 
-def test_openais_loss_is_drawn_for_its_own_text_and_tokens_only(tmp_path, run_cells):
+def test_openais_loss_is_drawn_for_its_own_text_and_tokens_only(run_cells):
     """A token of the byte tokenizer is called a byte."""
     cases = {
         "a": (["edu_fineweb10B"], 50304, "token"),
@@ -170,21 +169,21 @@ def test_openais_loss_is_drawn_for_its_own_text_and_tokens_only(tmp_path, run_ce
     }
     names = run_cells()
     for name, (data, vocab_size, unit) in cases.items():
-        write_losses(tmp_path / name, [11, 7, 5], data=data, vocab_size=vocab_size)
-        names["plot_loss"]([names["logs"].read_run(tmp_path / name)])
+        write_losses(name, [11, 7, 5], data=data, vocab_size=vocab_size)
+        names["plot_loss"]([names["logs"].read_run(Path(name))])
         assert ("OpenAI's GPT-2 124M, 3.292" in labels()) == (name == "a")
         assert figures()[-1].axes[0].get_ylabel() == f"loss (nats per {unit})"
 
 
 @pytest.mark.parametrize("first, head", [("a", "a: 4 of 2 steps, 256 tokens\n"), ("b", "b: 3 of 2 steps\n")])
-def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(first, head, tmp_path, run_cells, capsys):
+def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(first, head, run_cells, capsys):
     """By steps: how many tokens a branch has seen is not known, as its parent may have had other steps."""
-    write_losses(tmp_path / "log" / "a", [6.0, 5.0, 4.0, 3.5, 3.25])
+    write_losses("log/a", [6.0, 5.0, 4.0, 3.5, 3.25])
     changed = {"total_batch_size": [64, 8]}
     for name, step, last in [("b", 3, 3.4), ("c", 2, 3.0)]:
         branched = {"parent": "log/a", "step": step, "changed": changed}
         losses = [6.0, 5.0, 4.0, last]
-        write_losses(tmp_path / "log" / name, losses, branched=branched, total_batch_size=8)
+        write_losses(f"log/{name}", losses, branched=branched, total_batch_size=8)
     run_cells(runs=[f"log/{first}"])
     text = capsys.readouterr().out
     assert text.startswith(head)
@@ -199,13 +198,12 @@ def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(first, head, 
 SWEEP = {0.5: [[8, 6, 4], [8, 4, 2]], 1.0: [[8, 7, 6], [8, 7, 5]], 2.0: [[9, 9, 9], [9, 9, 9]]}
 
 
-def test_groups_are_drawn_as_ideas_and_as_a_sweep_and_compared_in_words(tmp_path, run_cells, capsys):
+def test_groups_are_drawn_as_ideas_and_as_a_sweep_and_compared_in_words(run_cells, capsys):
     """An idea is the mean with a band from the lowest to the highest, and the differences seed by seed."""
     streams = ("train", "val", "own")
     for rate, runs in SWEEP.items():
         for seed, losses in enumerate(runs):
-            folder = tmp_path / "log" / f"lr-{rate}-{seed}"
-            write_losses(folder, losses, streams=streams, seed=seed, max_lr=rate)
+            write_losses(f"log/lr-{rate}-{seed}", losses, streams=streams, seed=seed, max_lr=rate)
     run_cells(runs=[f"log/lr-{rate}-*" for rate in SWEEP])
     assert "lr-1.0-* ends 2.5000 above lr-0.5-*" in capsys.readouterr().out
     assert "own" in titles(), "a stream of one's own has a panel"
