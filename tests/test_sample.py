@@ -27,6 +27,8 @@ from harness import (
     tiny_model,
 )
 
+gpt2 = pytest.mark.gpt2
+
 BYTES = tokenizers.get_encoding("bytes")
 CHAT = tokenizers.get_encoding("bytes+chat")
 PROMPT = [72, 101, 108, 108, 111]
@@ -73,7 +75,7 @@ def test_a_model_that_no_cache_suits_is_sampled_without_one():
     assert PROMPT + row == greedy_without_cache(turning, PROMPT, 20)
 
 
-@pytest.mark.gpt2
+@gpt2
 @pytest.mark.parametrize("penalty", [0.7, 1.8])
 def test_a_repetition_penalty_gives_transformers_numbers(penalty, model, tmp_path):
     from transformers import GPT2LMHeadModel
@@ -151,7 +153,7 @@ def printed(model, tmp_path, capsys):
 LINE = f"\n{'-' * 80}\n"
 
 
-@pytest.mark.gpt2
+@gpt2
 @pytest.mark.parametrize("rows", ["1", "3"])
 def test_samples_are_the_prompt_and_its_continuation_before_a_text_that_stops_it(rows, printed, model):
     words = ["Hello", "--temperature", "0", "-n", rows]
@@ -164,12 +166,12 @@ def test_samples_are_the_prompt_and_its_continuation_before_a_text_that_stops_it
     assert printed(*words, "--stop", "no such text", stop) == LINE.join([text] * int(rows)) + "\n"
 
 
-@pytest.mark.gpt2
+@gpt2
 def test_a_prompt_that_spells_a_special_token_is_text(printed):
     assert printed("<|endoftext|>").startswith("<|endoftext|>")
 
 
-@pytest.mark.gpt2
+@gpt2
 def test_an_export_has_the_weights_bit_for_bit(printed, model, tmp_path):
     folder = str(tmp_path / "out")
     assert printed_commands(printed("--export", folder)) == [["python", "sample.py", "The", "-m", folder]]
@@ -190,7 +192,7 @@ def test_an_export_replaces_nothing(tmp_path):
     assert "exists already" in refused(sample.main, "--export", tmp_path / "link")
 
 
-@pytest.mark.gpt2
+@gpt2
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -243,20 +245,20 @@ def chat(tmp_path, monkeypatch, capsys):
     return talk_to
 
 
-@pytest.mark.gpt2
+@gpt2
 def test_chat_answers_its_prompt_and_each_line_until_quit(chat):
     """Also where an answer may be longer than the block, as by default: half of it is for the answer then."""
     assert chat(parrot_model(block_size=32), "you?\n\n/quit\nnever\n", words=["hi"]).out == "ok\nok\n"
 
 
-@pytest.mark.gpt2
+@gpt2
 def test_a_line_that_is_too_long_begins_a_new_conversation(chat):
     lines = "x" * 60 + "\nhi"
     said = chat(parrot_model(block_size=32), lines).out
     assert said == "(That is too long: at most 27 tokens fit. The conversation starts over.)\nok\n"
 
 
-@pytest.mark.gpt2
+@gpt2
 def test_a_model_reads_the_conversation_since_reset_with_its_own_answers(chat):
     model = tiny_model(block_size=256).eval()
     options = Options(temperature=0, max_new_tokens=5)
@@ -273,7 +275,7 @@ def test_a_model_reads_the_conversation_since_reset_with_its_own_answers(chat):
     assert chat(model, "hi\nyou?\n/reset\nagain\n", words=words).out == "".join(expected)
 
 
-@pytest.mark.gpt2
+@gpt2
 @pytest.mark.parametrize("enc, said", [(BYTES, "\nok\n"), (CHAT, "\nok\nUser:\n")])
 def test_without_role_markers_a_line_is_an_answer(enc, said, chat, model, monkeypatch):
     pieces = ["\n", "ok", "\n", "User:"]
@@ -283,7 +285,7 @@ def test_without_role_markers_a_line_is_an_answer(enc, said, chat, model, monkey
     assert ("was not trained to chat" in err) == (enc is BYTES)
 
 
-@pytest.mark.gpt2
+@gpt2
 def test_ctrl_c_stops_an_answer_and_not_the_conversation(chat, model, monkeypatch):
     def interrupted(*args, **options):
         yield "ok"
