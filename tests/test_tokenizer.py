@@ -200,19 +200,19 @@ def test_a_special_token_that_is_a_word_too_is_not_exported_as_one():
 TRAIN = "--input=-a.txt --out x.tiktoken --vocab-size 500".split()
 
 
-@pytest.fixture
-def text_here():
-    """The file -a.txt."""
+def test_the_command_trains_a_tokenizer(capsys):
+    """And again with the same bytes after a kill between its two files."""
     write("-a.txt", "".join(corpus()[:-200]))
-
-
-def test_the_command_trains_a_tokenizer(text_here, capsys):
-    tokenizer.main(TRAIN)
+    assert renamed_by(tokenizer.main, TRAIN)[-1] == "x.tiktoken"
     enc = tokenizers.get_encoding("x.tiktoken")
     assert enc.name.startswith("x-")
     assert enc._special_tokens == {"<|endoftext|>": 499}
     [words] = printed_commands(capsys.readouterr().out)
     assert words[2:] == ["--input", "./-a.txt", "--tokenizer", "x.tiktoken"]
+    before = listing(".")
+    Path("x.tiktoken").unlink()
+    tokenizer.main(TRAIN)
+    assert listing(".") == before
 
 
 def test_the_command_says_how_many_ids_there_are_where_the_text_has_too_few_pairs(capsys):
@@ -220,14 +220,6 @@ def test_the_command_says_how_many_ids_there_are_where_the_text_has_too_few_pair
     write("-a.txt", "ab")
     tokenizer.main(TRAIN)
     assert ", 258 ids\n" in capsys.readouterr().out
-
-
-def test_after_a_kill_between_its_two_files_the_same_command_ends_with_the_same_bytes(text_here):
-    assert renamed_by(tokenizer.main, TRAIN)[-1] == "x.tiktoken"
-    before = listing(".")
-    Path("x.tiktoken").unlink()
-    tokenizer.main(TRAIN)
-    assert listing(".") == before
 
 
 def test_the_command_that_comes_next_reads_the_same_column(capsys):
