@@ -183,18 +183,14 @@ def test_text_of_the_harness(fields, expected):
     assert endings[0] == " Leap. High."
 
 
-def test_the_harness_divides_by_the_characters_of_the_cleaned_ending():
-    example = EXAMPLES[2] | {"endings": ["[substeps] Leap.  High.", "a", "bb", "ccc"]}
-    total, _, by_characters = score(Planted(), [render_example(example, ENC, harness=True)], ENC.n_vocab)
-    assert (total / by_characters)[0] == pytest.approx([len(" Leap. High."), 1, 2, 3])
-
-
 def test_the_blank_that_a_removed_mark_leaves_belongs_to_the_endings_as_in_the_harness():
+    """Which divides by the characters of the cleaned ending, without the context's blank."""
     example = dict(activity_label="X", ctx="", ctx_a="Run fast. [step]", ctx_b="", label=0)
-    example["endings"] = ["Leap."] * 4
+    example["endings"] = ["[substeps] Leap.", "a", "bb", "ccc"]
     rendered = render_example(example, ENC, harness=True)
     assert bytes(rendered.context) == b"X: Run fast."
-    assert bytes(rendered.endings[0]) == b"  Leap."
+    assert bytes(rendered.endings[0]) == b"   Leap."
+    assert rendered.characters == [len(" Leap."), 1, 2, 3]
 
 
 def test_the_file_is_downloaded_once(tmp_path, monkeypatch):
