@@ -279,7 +279,9 @@ def test_an_operators_commands_run_on_a_cluster(reader):
     reader("an operator of a cluster")
     os.unlink("log/model_00002.pt")
     shutil.copytree("log", "moved/log")
-    assert ", from step 1 to 2" in reader("the same after a kill")
+    said = reader("the same after a kill")
+    assert ", from step 1 to 2" in said
+    assert "Settings" not in said, "the command asks for them"
     shutil.move("my_texts", "moved")
     assert ", from step 1 to 2" in reader("the same on another machine")
 
