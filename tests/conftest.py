@@ -94,6 +94,12 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if 
 
 
 @pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """Each test is in a folder of its own, so that none writes to where the suite was started."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
 def leave_no_trace():
     """Restore what a test or a run sets for the process: signal handlers, torch's threads and kernels, random state."""
     import torch

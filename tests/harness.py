@@ -412,9 +412,10 @@ def no_git(*words):
     return ""
 
 
-def child(function, args, output, environment):
+def child(function, args, output, environment, folder):
     os.environ.clear()  # what it has is the server's
     os.environ.update(environment)
+    os.chdir(folder)
     with open(output, "ab", 0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -429,7 +430,7 @@ KILLED = -9  # the exit status after SIGKILL
 def run(function, *args, ranks=0, ends=None, timeout=250):
     """Run function(*args) in a process, or in so many `ranks`; a list of what each of them printed.
 
-    Each has the environment of the test that starts it, whichever test was the first to start one.
+    Each has the environment and folder of the test that starts it, whichever test was the first to start one.
     ends: the exit statuses that they must have, None for any but 0; without it, 0. With KILLED, Windows skips.
     """
     if ends and KILLED in ends and not ON_THIS_SYSTEM["SIGKILL"]:
@@ -443,7 +444,7 @@ def run(function, *args, ranks=0, ends=None, timeout=250):
                 environment |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
                 environment |= dict(WORLD_SIZE=f"{ranks}", LOCAL_WORLD_SIZE=f"{ranks}")
                 environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
-            started.append(processes.Process(target=child, args=(function, args, output, environment)))
+            started.append(processes.Process(target=child, args=(function, args, output, environment, os.getcwd())))
             with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):  # the first one starts the server
                 started[-1].start()
         for process in started:

@@ -127,8 +127,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_branched_is_refused_and_nothing_is_written(name, folder, parent, best, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_branched_is_refused_and_nothing_is_written(name, folder, parent, best):
     shutil.copytree(parent, "parent")
     Path("best").symlink_to(best)
     Path("half.pt").write_bytes((parent / "model_00008.pt").read_bytes()[:1000])
@@ -167,14 +166,11 @@ def killed_before_the_first_step(args):
 
 
 @pytest.mark.parametrize("name", FRESH)
-def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stopped(
-    name, folder, parent, tmp_path, monkeypatch
-):
+def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stopped(name, folder, parent):
     """Also where it is stopped before its first step, and continued by its folder alone, then by the command that it
     prints.
     """
     changes, notes, steps = FRESH[name]
-    monkeypatch.chdir(tmp_path)
     make_shards("other", seed=1)
     options = OPTIONS | dict(data=folder, branch_from=parent / "model_00008.pt", max_steps=16) | changes
     said = train(out_dir="out", **options)
@@ -255,10 +251,7 @@ def test_a_finished_run_is_extended_by_its_name_and_a_number_of_steps(constant, 
         dict(block_size=64, passes=0.5),
     ],
 )
-def test_the_refusal_of_other_settings_names_the_flags_with_which_they_are_trained(
-    typed, folder, parent, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_the_refusal_of_other_settings_names_the_flags_with_which_they_are_trained(typed, folder, parent):
     make_shards("other", seed=1)
     shutil.copytree(parent, "out")
     command = tiny_flags(out_dir="out", **dict(data=folder) | OPTIONS | typed)
@@ -371,7 +364,7 @@ def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, fold
 def test_a_branch_behind_a_decay_is_given_no_advice_that_raises_its_rate(folder, out, tmp_path):
     """Nor is it what a finished run names as the next command: it would be worse first."""
     said = train(folder, tmp_path / "parent", **OPTIONS | dict(schedule="wsd", decay_fraction=0.5))
-    assert [words[:2] for words in printed_commands(said)] == [["python", "sample.py"]]
+    assert [Path(words[1]).name for words in printed_commands(said)] == ["sample.py"]
     said = train(folder, out, branch_from=tmp_path / "parent", max_steps=24, val_every=0)
     assert "note: The learning rate was 0.0005 before the branch and is 0.003 now.\n" in said
     assert "Settings" not in said, "the command asks for them"

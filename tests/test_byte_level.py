@@ -32,11 +32,6 @@ SPLIT = pre_tokenizers.Split(Regex(GPT4), "isolated")
 AFTER_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def in_a_class(pre_tokenizer, special, *, trainer=trainers.BpeTrainer, model=models.BPE, normalizer=None, **settings):
     """Save a tokenizer of the package tokenizers in transformers' own class. The last special token ends a text."""
     made = Tokenizer(model())

@@ -1,5 +1,6 @@
 """A changed model is a model: edits of train_gpt2.py as people make them, each through the whole life of a run."""
 
+import contextlib
 import itertools
 import re
 import runpy
@@ -160,7 +161,8 @@ def test_what_another_version_has_saved_and_does_not_fit_is_refused(name, change
 def other(folder):
     """A trainer of other code, other.py, and what it has printed of its run "finished"."""
     trainer = Changed(folder.parent, folder, EDITS["relu squared"], name="other.py")
-    return trainer, trainer.train("finished", **FEW_STEPS)
+    with contextlib.chdir(folder.parent):
+        return trainer, trainer.train("finished", **FEW_STEPS)
 
 
 def test_a_run_that_goes_on_with_other_code_names_both_and_is_not_exported(other, data, out):
@@ -185,10 +187,11 @@ def test_weights_that_are_trained_further_may_be_those_of_other_code(max_steps, 
     assert ("was trained by other code" in said) == (max_steps == 0)
 
 
-def test_samples_of_a_model_of_other_code_need_that_code(other):
+def test_samples_of_a_model_of_other_code_need_that_code(other, monkeypatch):
     """Which the command at the end of its run has."""
     trainer, said = other
-    assert "Add --code other.py" in refused(sample.main, "abcd", "-m", trainer.folder / "finished")
+    monkeypatch.chdir(trainer.folder)
+    assert "Add --code other.py" in refused(sample.main, "abcd", "-m", "finished")
     [command] = printed_commands(said)
     assert refusal_of(sample.main, *command[2:])[0] == 0
 

@@ -192,8 +192,7 @@ def test_a_printed_command_survives_a_shell_whatever_its_words_are(value):
 
 
 @needs("bash")
-def test_a_script_is_printed_with_its_path_and_a_value_with_a_dash_as_no_flag(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_script_is_printed_with_its_path_and_a_value_with_a_dash_as_no_flag():
     script, value = read_by_a_shell("sample.py", ("--flag", "-Hi"))
     assert Path(script).resolve() == ROOT / "sample.py"
     assert value == "--flag=-Hi"
@@ -350,6 +349,5 @@ def test_the_output_of_a_command_has_no_line_end():
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a clone")
-def test_the_commit_is_the_programs_and_not_that_of_the_folder_where_one_stands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_commit_is_the_programs_and_not_that_of_the_folder_where_one_stands():
     assert git("rev-parse", "--show-toplevel") == str(ROOT)

@@ -41,11 +41,6 @@ def add_start(folder, text):
         file.write(f"\n{text}\n\n")
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def groups(stream="val", **changes):
     """Two groups of three seeds. The second one has these changes, and ends 0.25 higher."""
     for seed in (1, 2, 3):

@@ -156,9 +156,8 @@ def test_a_name_that_log_txt_cannot_have_is_written_with_underscores(tmp_path):
     assert read_log(tmp_path, "val/my_data") == {3: "1.5"}
 
 
-def test_steps_and_samples_are_printed_in_80_columns_that_steer_no_terminal(data, monkeypatch, tmp_path):
+def test_steps_and_samples_are_printed_in_80_columns_that_steer_no_terminal(data):
     """And returns to Python what it ended with, as it does again when it is finished."""
-    monkeypatch.chdir(tmp_path)
     prompt = "\x1b[2Jabcd\nefgh\r" * 2
     printed = io.StringIO()
     for _ in range(2):

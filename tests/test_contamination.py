@@ -64,9 +64,8 @@ def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted,
 
 
 @pytest.fixture
-def byte_shards(tmp_path, monkeypatch):
+def byte_shards():
     """Three shards of bytes in the current folder."""
-    monkeypatch.chdir(tmp_path)
     texts = {
         "val_000000": b"It is the same fou",
         "train_000001": b"rteen letters, rteen letters",

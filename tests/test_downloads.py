@@ -66,7 +66,6 @@ def hub(monkeypatch, tmp_path):
     huggingface_hub.HfFileSystem.clear_instance_cache()
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # before another attempt
     monkeypatch.setattr(downloads, "TIMEOUT", 0.3)
-    monkeypatch.chdir(tmp_path)
     server = Server()
     configure(server.url, monkeypatch, tmp_path / ".hf")
     yield server
@@ -475,7 +474,6 @@ def test_without_a_network_a_download_ends_in_one_line_within_seconds(tmp_path, 
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     slept = []
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr("time.sleep", slept.append)
     configure("https://huggingface.co", monkeypatch, tmp_path / ".hf")

@@ -97,10 +97,9 @@ def evaluating(folder):
 
 
 @pytest.fixture
-def evaluate(folder, trained, tmp_path, monkeypatch):
+def evaluate(folder, trained, tmp_path):
     """A function that evaluates the run "log", a copy of `trained` in the working folder. It types no width."""
     shutil.copytree(trained, tmp_path / "log")
-    monkeypatch.chdir(tmp_path)
 
     def main(**changes):
         options = TINY | evaluating(folder) | dict(data=folder, init_from="log", max_steps=0) | changes
@@ -172,7 +171,6 @@ WITHOUT_DATA = [
 def test_a_dry_run_without_data_says_what_it_assumes(typed, tmp_path, monkeypatch):
     """Before 27 GB are fetched: neither shards nor GPT-2's tables are there."""
     monkeypatch.setattr(tokenizers, "get_encoding", lambda name: pytest.fail("it may have to be downloaded"))
-    monkeypatch.chdir(tmp_path)
     words, *said = typed
     status, printed, _ = refusal_of(train_gpt2.main, *words, "--dry-run")
     assert status == 0

@@ -16,11 +16,6 @@ from plumbing.files import atomic_write, lock_folder, new_output, open_regular, 
 from harness import needs, patched
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def lock_elsewhere(folder):
     """Another process, which has locked a folder and keeps it until its input ends."""
     code = "import sys; from plumbing.files import lock_folder; lock = lock_folder(sys.argv[1]); "

@@ -37,13 +37,8 @@ from harness import change_meta, full_disk, listing, patched, printed_commands, 
 TEXTS = random_texts(60)
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
-def path(in_an_empty_folder):
+def path():
     """A file with TEXTS."""
     return write_texts("a.jsonl", TEXTS)
 

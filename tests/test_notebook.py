@@ -64,7 +64,6 @@ def run_cells(tmp_path, monkeypatch):
         return names
 
     plt.switch_backend("Agg")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plt, "show", lambda: None)  # the figures stay open, for a look at them
     with plt.rc_context():
         yield execute

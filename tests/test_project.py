@@ -183,8 +183,7 @@ def run_record(script, args):
 
 
 @pytest.mark.parametrize("script", [path for path in UNMARKED if path.stem in CALLED], ids=str)
-def test_a_script_of_a_record_runs_unless_it_says_at_which_commit_it_ran(script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_script_of_a_record_runs_unless_it_says_at_which_commit_it_ran(script, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "Agg")
     run(run_record, script, CALLED[script.stem].split())
 

@@ -32,11 +32,6 @@ from corpora import (
 )
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("kind", "jsonl jsonl.gz json csv tsv.gz".split())
 def test_every_kind_of_rows_gives_the_tokens_of_a_plain_loop(kind, monkeypatch):
     monkeypatch.setattr(readers, "JSON_BLOCK", 100)

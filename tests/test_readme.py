@@ -241,7 +241,6 @@ def reader(tmp_path, monkeypatch):
                 exec(block.replace("model_00400", "model_00002"), {})
         return printed
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     make_inputs(tmp_path)
     return travel

@@ -1,6 +1,5 @@
 """The recipe: the sizes and initial weights of GPT-2, GPT-3's schedules, weight decay where it belongs, and Muon."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -165,8 +164,7 @@ def run_of(folder, large):
         train(out_dir=out_dir, **USUAL | changes)
         return out_dir
 
-    with contextlib.chdir(folder.parent):
-        yield find
+    return find
 
 
 def differ(ours, theirs):
@@ -185,7 +183,10 @@ REFUSED_AS = {
 
 
 @pytest.mark.parametrize("name", RECIPE)
-def test_a_setting_of_the_recipe_that_is_changed_alone_continues_no_run_and_changes_the_losses(name, run_of):
+def test_a_setting_of_the_recipe_changed_alone_continues_no_run_and_changes_the_losses(
+    name, run_of, folder, monkeypatch
+):
+    monkeypatch.chdir(folder.parent)
     value = OTHER_VALUES[name]
     if value == "OTHER RUN":
         value = run_of(seed=3, max_steps=2)

@@ -187,10 +187,7 @@ def test_a_damaged_shard_is_refused(tmp_path, name):
         ("edu_fineweb10B", "python fineweb.py"),
     ],
 )
-def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(
-    tmp_path, folder, command, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_data_that_are_no_shards_are_answered_with_the_command_that_makes_some(tmp_path, folder, command):
     (tmp_path / "-x.txt").write_text("x", encoding="utf-8")
     with pytest.raises(UserError, match="There are no train shards in .* Name another folder ") as caught:
         shards.find_shards(folder, "train")

@@ -119,9 +119,8 @@ def test_a_run_with_everything(name, gpu, folder, out):
         ("cpu", "gpt2-xl --vocab-size 8192", ["--shard --gpus 8", "--gpus 8 --activation-checkpointing"]),
     ],
 )
-def test_the_account_is_what_torchs_own_tracker_counts(device, shape, layouts, gpu, tmp_path, monkeypatch):
+def test_the_account_is_what_torchs_own_tracker_counts(device, shape, layouts, gpu):
     """Also on a machine without a GPU, of another machine's."""
-    monkeypatch.chdir(tmp_path)
     common = f"--preset {shape} --n-layer 3 --sequence-length 256 --gpu-memory 24 --batch-size 4"
     status, said = gpu(tracker.compare, [f"{common} {layout}" for layout in layouts], device)
     assert status == 0

@@ -33,11 +33,6 @@ ENC = tokenizers.get_encoding("bytes+chat")
 USER, ASSISTANT, SYSTEM, END = range(257, 261)
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def prepare_rows(rows, name="chats.jsonl", **changes):
     """Make shards of a file with these rows. Returns the folder."""
     settings = dict(input=(str(write_rows(name, rows)),), out_dir="out", tokenizer="bytes", max_length=64)

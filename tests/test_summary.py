@@ -18,9 +18,8 @@ def rows_of(printed):
 
 
 @pytest.fixture
-def dry_run(tmp_path, monkeypatch):
+def dry_run():
     """A function that returns what a dry run of the tiny run with these changes prints."""
-    monkeypatch.chdir(tmp_path)
 
     def run_dry(data="none", **changes):
         args = tiny_flags(data, "out", dry_run=True, **changes)
@@ -31,11 +30,10 @@ def dry_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpt2
-def test_the_account_of_gpt2(tmp_path, monkeypatch):
+def test_the_account_of_gpt2():
     """By hand: 124,475,904 parameters of 16 bytes; for each of 10**10 tokens 6 FLOPs for each parameter in a matmul,
     all but 1024 * 768, and 12 * 12 * 768 * 1024 for attention; by 312e12 * 0.4 of them in a second.
     """
-    monkeypatch.chdir(tmp_path)
     typed = flags(dry_run=True, data="none", device="cpu", batch_size=1)  # a small one takes less time
     printed = refusal_of(train_gpt2.main, *typed)[1]
     assert "(compute-optimal for this size: 2.5B tokens, " in printed

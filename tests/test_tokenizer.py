@@ -16,11 +16,6 @@ from corpora import TABLES, corpus, odd_texts, read_meta, renamed_by, train_smal
 from harness import listing, printed_commands, refused
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
 def bytes_enc():
     return tokenizers.get_encoding("bytes")

@@ -216,9 +216,8 @@ def test_a_checkpoint_of_a_peer_that_cannot_be_used_is_one_line(words, peers, mo
     assert not Path("touched").exists()
 
 
-def test_what_is_not_there_and_a_folder_without_a_model_are_told_apart(tmp_path, monkeypatch):
+def test_what_is_not_there_and_a_folder_without_a_model_are_told_apart(tmp_path):
     """Also where the folder has the name of a GPT-2."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     assert "error: gpt2 is a folder without a model. Name a checkpoint" in refused(sample.main, "Hi", "-m", "gpt2")
     assert "error: There is no gpt3. Name a checkpoint" in refused(sample.main, "Hi", "-m", "gpt3")

@@ -134,7 +134,7 @@ def serve():
             status = 1
             try:
                 insert(*names, **options)
-                status = harness.status_of(harness.child, function, args, output, dict(os.environ))
+                status = harness.status_of(harness.child, function, args, output, dict(os.environ), os.getcwd())
             except BaseException:
                 traceback.print_exc()
             finally:
