@@ -156,6 +156,12 @@ def out(tmp_path):
 
 
 @pytest.fixture
+def output(capsys):
+    """output(): what was printed since the last call."""
+    return lambda: capsys.readouterr().out
+
+
+@pytest.fixture
 def changed(data, tmp_path):
     """changed(edits): train_gpt2.py with these edits, as an edits.Changed."""
     from edits import Changed

@@ -139,10 +139,6 @@ def write_texts(path, texts):
     return write_rows(path, [{"text": text} for text in texts])
 
 
-def write_parquet(path, texts):
-    return write_texts(path, texts)
-
-
 def die_at_rename(number, after=True):
     """Patch os.replace: the process dies by SIGKILL at the N-th file that gets its name, before or after it has."""
     count = itertools.count(1)

@@ -21,7 +21,7 @@ from plumbing.data import downloads, tokenizers
 from plumbing.run import run as run_folder
 from plumbing.system import devices
 
-from corpora import write, write_parquet
+from corpora import write, write_rows
 from harness import (
     TINY,
     Touch,
@@ -165,7 +165,7 @@ def write_texts():
     write("empty.txt", "")
     write("a.pdf", "%PDF-1.4")
     write("a.docx", "PK")
-    os.truncate(write_parquet("torn.parquet", ["a"]), 100)
+    os.truncate(write_rows("torn.parquet", [{"text": "a"}]), 100)
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {i.to_bytes(4, "big"): i for i in range(256, 65536)}
     write_tokenizer(Path("big.tiktoken"), ranks)

@@ -113,7 +113,7 @@ def test_sample_gives_the_same_tokens_on_every_side(measure):
     assert numbers["tok_per_s"] == pytest.approx(24 / numbers["sides"]["sample.py"]["seconds"][0])
 
 
-def test_a_side_that_does_twice_the_work_in_the_same_time_has_a_ratio_of_a_half(monkeypatch, capsys):
+def test_a_side_that_does_twice_the_work_in_the_same_time_has_a_ratio_of_a_half(monkeypatch, output):
     """A ratio is of times per token; and it is the median of the rounds, in which a third side is ever slower."""
     monkeypatch.setattr(bench.measure, "timed", lambda side: (side(), None))  # what a side returns is its time
     # the first of the times is the warm-up's
@@ -123,7 +123,7 @@ def test_a_side_that_does_twice_the_work_in_the_same_time_has_a_ratio_of_a_half(
     assert {name: side["ratio"] for name, side in numbers["sides"].items()} == dict(ours=1, twice=0.5, slower=3)
     assert numbers["ratio"] == 0.5 and numbers["tok_per_s"] == 8 / 4
     assert numbers["sides"]["twice"]["tok_per_s"] == 16 / 4 and numbers["sides"]["slower"]["seconds"] == [2, 12, 36]
-    assert capsys.readouterr().out.splitlines()[-2].split() == ["twice", "4.0", "4000.00", "0.50"]
+    assert output().splitlines()[-2].split() == ["twice", "4.0", "4000.00", "0.50"]
 
 
 @pytest.mark.gpt2

@@ -128,7 +128,7 @@ def german(monkeypatch):
 
 
 @pytest.mark.gpt2
-def test_a_fine_tuned_model_keeps_its_tokenizer(german, capsys):
+def test_a_fine_tuned_model_keeps_its_tokenizer(german, output):
     write("a.txt", "\n".join(corpus()[:5]))
     data = make_here("a.txt", name="data", tokenizer="german")
     words = tiny_flags(data, "out", init_from="german", max_steps=2, block_size=64)
@@ -141,9 +141,9 @@ def test_a_fine_tuned_model_keeps_its_tokenizer(german, capsys):
     for name, content in german.items():
         assert Path("out/hf", name).read_bytes() == content
     os.rename(data, "gone")
-    capsys.readouterr()
+    output()
     assert status_of(sample.main, ["Stra\u00dfe", "-m", "out", "--max-new-tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("Stra\u00dfe")
+    assert output().startswith("Stra\u00dfe")
 
 
 @pytest.mark.gpt2

@@ -162,14 +162,14 @@ def test_every_flag_of_a_program_has_a_help_text(options):
         assert comments[field.name][1]
 
 
-def test_what_could_steer_a_terminal_is_shown(capsys):
+def test_what_could_steer_a_terminal_is_shown(output):
     """Control characters and those that turn the direction of writing are shown; spaces and joiners are text."""
     said = "a\tb\nc\x1b[31m\r\x07\x7f\x9b\u2028\u202e\u2066 \u00a0\u3000\u200d.\udcff"
     shown = "c\\x1b[31m\\r\\x07\\x7f\\x9b\\u2028\\u202e\\u2066 \u00a0\u3000\u200d.\\udcff"
     assert console.plain(said) == f"a\\tb\\n{shown}"
     assert console.harmless(said) == f"a\tb\n{shown}"
     console.note("The file says a\x1b[31m\nb.")
-    assert capsys.readouterr().out == "note: The file says a\\x1b[31m\\nb.\n"
+    assert output() == "note: The file says a\\x1b[31m\\nb.\n"
     assert console.plain("x" * 100_000) == "x" * 200 + "..."
 
 

@@ -290,7 +290,7 @@ def test_a_name_with_brackets_a_log_and_its_folder_are_the_same_run(name):
     assert compare.read_group(name).ends == {1: 4.0}
 
 
-def test_the_log_of_a_killed_run_is_read(capsys):
+def test_the_log_of_a_killed_run_is_read(output):
     """A step that was done twice has its last value. A file is a log only where it is named."""
     os.mkdir("killed")
     log = "0 val 6.5\n3 val 4.5\nx\n2 val 5\n3 val 4.25\n4 va"
@@ -299,7 +299,7 @@ def test_the_log_of_a_killed_run_is_read(capsys):
     [run] = logs.find_runs("*")
     steps, values = run.streams["val"]
     assert [*zip(steps, values)] == [(0, 6.5), (2, 5), (3, 4.25)]
-    assert "2 damaged lines of" in capsys.readouterr().out
+    assert "2 damaged lines of" in output()
 
 
 # ----- The command --------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def byte_shards():
     write("meta.json", '{"tokenizer": "bytes"}')
 
 
-def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards, capsys, monkeypatch):
+def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards, output, monkeypatch):
     monkeypatch.setattr(contamination, "BLOCK", 4)
     examples = [
         {"ctx": "the same", "endings": ["four cats", "fourteen hats"]},
@@ -87,7 +87,7 @@ def test_the_longest_overlaps_are_shown_first_and_where_each_begins(byte_shards,
     Path("hellaswag").mkdir()
     write_rows("hellaswag/hellaswag_val.jsonl", examples)  # where the program looks for itself
     contamination.main(["--data", "."])
-    said = capsys.readouterr().out
+    said = output()
     assert "\n3 of 4 examples (75.00%) share 13 or more" in said
     assert re.findall(r"line (\d): (\d+) tokens", said) == [("3", "31"), ("1", "18"), ("2", "13")]
     assert "13 tokens, the first 13 of them in x_train_000001.npy at 0: 'rteen letters'" in said

@@ -255,7 +255,7 @@ def test_what_cannot_be_had_is_one_line(hub, files, settings, words, monkeypatch
     assert not list(tmp_path.parent.glob("x.jsonl"))
 
 
-def test_other_files_beside_the_data_do_not_matter(hub, capsys):
+def test_other_files_beside_the_data_do_not_matter(hub, output):
     """Scripts, older descriptions, and data of a type that fewer files have."""
     texts = random_texts(30)
     infos = json.dumps({"default": {"description": "", "features": {"text": {"dtype": "string"}}}})
@@ -265,7 +265,7 @@ def test_other_files_beside_the_data_do_not_matter(hub, capsys):
     hub.add("OWNER/old", files | dict.fromkeys(["data/c.parquet", "more.csv"], "text\nnot this"))
     prepare("OWNER/old")
     assert sorted(read("out")) == sorted(as_bytes(texts))
-    assert "note: 2 files of OWNER/old left out, such as data/c.parquet." in capsys.readouterr().out
+    assert "note: 2 files of OWNER/old left out, such as data/c.parquet." in output()
 
 
 def test_of_hundreds_of_configs_one_is_looked_at(hub):
@@ -384,7 +384,7 @@ def test_what_the_disk_has_no_room_for_is_refused_before_the_download(hub, monke
         hub.asked.clear()
 
 
-def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
+def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, output):
     """As build-nanogpt has it."""
     texts = random_texts(60)
     files = {f"sample/10BT/{i:03d}_00000.parquet": parquet(text=texts[20 * i : 20 * i + 20]) for i in range(3)}
@@ -392,7 +392,7 @@ def test_the_first_shard_of_fineweb_edu_is_for_validation(hub, capsys):
     files |= {"sample/100BT/000_00000.parquet": b"not this", "README.md": card}
     hub.add("HuggingFaceFW/fineweb-edu", files)
     fineweb.main(["--shard-size", "7000", *BYTES])
-    assert "left out" not in capsys.readouterr().out  # the files of other configs are not missed
+    assert "left out" not in output()  # the files of other configs are not missed
     paths = sorted(path.name for path in Path("edu_fineweb10B").glob("*.npy"))
     train = [f"edufineweb_train_{number:06d}.npy" for number in range(1, len(paths))]
     assert paths == [*train, "edufineweb_val_000000.npy"]

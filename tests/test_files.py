@@ -61,7 +61,7 @@ def test_a_folder_that_was_moved_or_deleted_is_left_to_the_run_that_is_there_now
     assert second.returncode == 0
 
 
-def test_where_nothing_can_be_locked_a_note_says_so(capsys):
+def test_where_nothing_can_be_locked_a_note_says_so(output):
     """As on some network file systems. A lock that outlives a killed process is none."""
 
     def refuse(*args):
@@ -69,7 +69,7 @@ def test_where_nothing_can_be_locked_a_note_says_so(capsys):
 
     with patched(pytest.importorskip("fcntl"), "flock", refuse), lock_folder("run"):
         pass
-    assert capsys.readouterr().out.startswith("note: ") and not os.path.exists("run")
+    assert output().startswith("note: ") and not os.path.exists("run")
 
 
 @needs("mkfifo")

@@ -51,7 +51,7 @@ def make_small(path, **options):
 # ----- Shards -------------------------------------------------------------------------------------------
 
 
-def test_meta_json_and_the_last_lines_describe_the_shards(path, capsys):
+def test_meta_json_and_the_last_lines_describe_the_shards(path, output):
     folder = make_small(path)
     lengths = {path.name: len(np.load(path)) for path in folder.glob("*.npy")}
     assert len(lengths) > 3
@@ -67,7 +67,7 @@ def test_meta_json_and_the_last_lines_describe_the_shards(path, capsys):
         "complete": True,
     }
     train = len(read(folder, "*_train_*"))
-    said = capsys.readouterr().out
+    said = output()
     assert f"{train:,} tokens to train on, {meta['tokens'] - train:,} to validate on" in said
     assert "from 60 documents" in said
 
@@ -143,23 +143,23 @@ def test_of_many_files_those_for_validation_are_from_all_of_them():
 
 
 @pytest.mark.parametrize("length", [40, 30_000])
-def test_the_command_that_comes_next_trains_on_the_shards(length, capsys):
+def test_the_command_that_comes_next_trains_on_the_shards(length, output):
     write("a b.md", "To be. " * (length // 7))
     fineweb.main(["--input", "a b.md", "--tokenizer", "bytes"])
-    command = printed_commands(capsys.readouterr().out)[-1]
+    command = printed_commands(output())[-1]
     assert Path(command[1]).name == "train_gpt2.py"
     small = "--max-steps 1 --device cpu --n-layer 1 --n-embd 32 --n-head 1"
     assert status_of(train_gpt2.main, [*command[2:], *small.split()]) == 0
 
 
 @pytest.mark.parametrize("name", [".notes.txt", "-x.txt", "\x1b[31m.txt"])
-def test_the_folder_is_named_after_the_first_file(name, capsys):
+def test_the_folder_is_named_after_the_first_file(name, output):
     """A hidden file's shards were strewn over the current folder, and the next command was --data ""."""
     write(name, "To be. " * 100)
     fineweb.main([f"--input={name}", "--tokenizer", "bytes"])
     folder = name.strip(".").removesuffix(".txt")
     assert sorted(os.listdir()) == sorted([name, folder])
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in output()
 
 
 @pytest.mark.parametrize(
@@ -229,13 +229,13 @@ def test_after_kills_the_same_command_ends_with_the_same_bytes(tmp_path, path, n
     assert listing(make_in_small_blocks(tmp_path, "killed", path, max_tokens)) == whole
 
 
-def test_a_folder_is_locked_only_while_what_is_missing_is_made(path, capsys):
+def test_a_folder_is_locked_only_while_what_is_missing_is_made(path, output):
     """Several processes can use a finished one. What is damaged, or not in meta.json, is missing."""
     folder = make_small(path)
     before = listing(folder)
     with lock_folder(folder):
         make_small(path)
-        assert "is complete" in capsys.readouterr().out
+        assert "is complete" in output()
         os.truncate(folder / "out_train_000002.npy", 2000)
         with pytest.raises(UserError, match="in use by another process"):
             make_small(path)
@@ -250,7 +250,7 @@ def write_lines(path, lines):
     write(path, "\n".join(lines))
 
 
-def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(path, capsys):
+def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(path, output):
     """Unless rows in shards have changed: some were missing or there twice, and the shards said to be complete."""
     lines = path.read_text(encoding="utf-8").splitlines()
     write_lines(path, [*lines[:50], "{", *lines[51:]])
@@ -270,17 +270,17 @@ def test_after_a_bad_line_is_repaired_the_same_command_makes_the_rest(path, caps
     assert holds(make_small(path), [*TEXTS, "more"])
     assert first.stat().st_mtime_ns == written
     make_small(path)  # and knows the file afterwards
-    assert "is complete" in capsys.readouterr().out
+    assert "is complete" in output()
 
 
-def test_a_file_that_changed_behind_its_beginning_is_named(path, capsys):
+def test_a_file_that_changed_behind_its_beginning_is_named(path, output):
     """It had been read to its end: the shards were of two versions. Complete ones say that it was not read again."""
     other = write_texts("b.jsonl", TEXTS)
     folder = make_here(path, other, shard_size=5000)
     content = path.read_bytes()
     path.write_bytes(content[:4096] + content[4096:].replace(b"the", b"her"))
     make_here(path, other, shard_size=5000)
-    assert "The input was not read again" in capsys.readouterr().out
+    assert "The input was not read again" in output()
     change_meta(folder, complete=False)
     with pytest.raises(UserError, match="a.jsonl has changed: rows of it"):
         make_here(path, other, shard_size=5000)
@@ -321,14 +321,14 @@ def test_a_disk_that_fills_up_keeps_the_shards_before(path):
 
 
 @pytest.mark.parametrize("name", ["bytes", "small-gpt2"])
-def test_the_quick_start_takes_the_shards_that_are_there(name, path, capsys):
+def test_the_quick_start_takes_the_shards_that_are_there(name, path, output):
     """Made with another tokenizer, by another Python."""
     folder = make_small(path)
     change_meta(folder, tokenizer=name)
     before = listing(folder)
     fineweb.make_python_docs(str(folder))
     assert listing(folder) == before
-    assert ("has tokenizer small-gpt2, not the bytes that" in capsys.readouterr().out) == (name != "bytes")
+    assert ("has tokenizer small-gpt2, not the bytes that" in output()) == (name != "bytes")
 
 
 def test_a_quick_start_whose_shards_are_half_made_finishes_them(monkeypatch):
@@ -385,13 +385,13 @@ def test_a_meta_json_that_is_damaged_or_of_another_version_is_refused(path, chan
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
-def test_values_that_are_not_read_are_counted_in_the_last_line(kind, capsys):
+def test_values_that_are_not_read_are_counted_in_the_last_line(kind, output):
     """Of a Parquet file, it counted rows, also those without a value."""
     rows = [
         {"title": f"T{n}", "text": f"D{n}", "label": False, "none": None, "few": "x" * (n < 3)} for n in range(24)
     ]
     make_here(write_rows(f"a.{kind}", rows))
-    said = capsys.readouterr().out.splitlines()[-1]
+    said = output().splitlines()[-1]
     assert said == "not read: title (24 values), label (24 values), few (3 values)"
 
 
@@ -404,13 +404,13 @@ def test_values_that_are_not_read_are_counted_in_the_last_line(kind, capsys):
         ("a.csv", "doc.text,id,doc.text\nT,,D\n", "doc.text given twice"),
     ],
 )
-def test_what_stands_beside_the_text_is_named(name, content, names, capsys):
+def test_what_stands_beside_the_text_is_named(name, content, names, output):
     """Neither what stands in its object, nor the first of two values of one name, was read or named."""
     write(name, content)
     folder = make_here(name, text_column="doc.text")
     assert sorted(read(folder)) == sorted(as_bytes(["D"]))
     named = ", ".join(f"{each} (1 value)" for each in names.split(", "))
-    assert capsys.readouterr().out.endswith(f"\nnot read: {named}\n")
+    assert output().endswith(f"\nnot read: {named}\n")
 
 
 # {arguments: words that the line must have}; --tokenizer is bytes and --out-dir a new folder unless they are given

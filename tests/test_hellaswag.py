@@ -152,14 +152,14 @@ def test_examples_that_are_longer_than_the_block_are_scored_as_the_harness_does(
     assert np.isfinite(score(tiny_model(block_size=16), render_all(), ENC.n_vocab)).all()
 
 
-def test_examples_that_are_cut_are_counted_and_said(capsys):
+def test_examples_that_are_cut_are_counted_and_said(output):
     """The last token is only predicted: 54 bytes of context and ending fit a block of 53."""
     examples = [render_example(EXAMPLES[0], ENC), render_example(EXAMPLES[2], ENC)]
     assert len(examples[0].context) + len(examples[0].endings[3]) == 54
     hellaswag.note_cut(examples, 53)
-    assert not capsys.readouterr().out
+    assert not output()
     hellaswag.note_cut(examples, 52)
-    assert "note: 1 of 2 examples of HellaSwag are longer than the model's 52 tokens." in capsys.readouterr().out
+    assert "note: 1 of 2 examples of HellaSwag are longer than the model's 52 tokens." in output()
 
 
 HARNESS = [

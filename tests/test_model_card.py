@@ -46,6 +46,6 @@ def test_what_a_file_says_steers_no_terminal(tmp_path):
     assert "\\x1b[31m" in card(tmp_path / "run", command="python \x1b[31m.py")
 
 
-def test_a_run_without_a_description_is_exported_without_a_card(tmp_path, capsys):
+def test_a_run_without_a_description_is_exported_without_a_card(tmp_path, output):
     assert card(tmp_path / "run") is None
-    assert capsys.readouterr().out.startswith("note: The exported model has no README.md: ")
+    assert output().startswith("note: The exported model has no README.md: ")

@@ -106,9 +106,9 @@ def write_losses(folder, losses, *, streams=("train", "val"), branched=None, **c
 
 
 @pytest.mark.gpt2
-def test_the_dashboard_shows_records_where_there_is_no_run(run_cells, capsys):
+def test_the_dashboard_shows_records_where_there_is_no_run(run_cells, output):
     run_cells()
-    text = capsys.readouterr().out
+    text = output()
     assert text.startswith("quickstart: 400 of 400 steps, 819,200 tokens")
     assert "No HellaSwag scores here" in text
     assert "95% interval" in text
@@ -119,7 +119,7 @@ def test_the_dashboard_shows_records_where_there_is_no_run(run_cells, capsys):
 
 
 @pytest.mark.gpt2
-def test_the_dashboard_shows_a_run_that_is_in_progress(data, run_cells, capsys):
+def test_the_dashboard_shows_a_run_that_is_in_progress(data, run_cells, output):
     """A torn last line is left alone. Of a GPU whose peak is known, the share that the run used is printed."""
     newest = Path("log/newest")
     train(data, newest, max_steps=2)
@@ -129,7 +129,7 @@ def test_the_dashboard_shows_a_run_that_is_in_progress(data, run_cells, capsys):
     on_gpu = re.sub(r"cores, .*", "cores, NVIDIA H100 80GB HBM3", run_txt)
     (newest / "run.txt").write_text(on_gpu, encoding="utf-8")
     run_cells()
-    text = capsys.readouterr().out
+    text = output()
     assert text.startswith("newest: 9 of 2 steps, 1,152 tokens\n    val     3.5000 at step 9")
     assert re.search(r"^newest: \d+% of the GPUs' peak \(MFU\)$", text, re.MULTILINE)
     assert recorded() == [False, False, True, True, True, True], "the run's own pictures are the first two"
@@ -145,11 +145,11 @@ def write_nanogpts_log(folder):
     (folder / "log.txt").write_text("".join(lines), encoding="utf-8")
 
 
-def test_build_nanogpts_log_is_drawn_by_steps_with_the_loss_to_beat(run_cells, capsys):
+def test_build_nanogpts_log_is_drawn_by_steps_with_the_loss_to_beat(run_cells, output):
     """It has no run.txt: only what the log says is told."""
     write_nanogpts_log(Path("log"))
     run_cells(runs=["log"])
-    text = capsys.readouterr().out
+    text = output()
     assert text.startswith("log: 299 steps; it has no run.txt\n")
     assert "hella   0.2250 at step 250" in text
     ax = figures()[0].axes[0]
@@ -175,7 +175,7 @@ def test_openais_loss_is_drawn_for_its_own_text_and_tokens_only(run_cells):
 
 
 @pytest.mark.parametrize("first, head", [("a", "a: 4 of 2 steps, 256 tokens\n"), ("b", "b: 3 of 2 steps\n")])
-def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(first, head, run_cells, capsys):
+def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(first, head, run_cells, output):
     """By steps: how many tokens a branch has seen is not known, as its parent may have had other steps."""
     write_losses("log/a", [6.0, 5.0, 4.0, 3.5, 3.25])
     changed = {"total_batch_size": [64, 8]}
@@ -184,7 +184,7 @@ def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(first, head, 
         losses = [6.0, 5.0, 4.0, last]
         write_losses(f"log/{name}", losses, branched=branched, total_batch_size=8)
     run_cells(runs=[f"log/{first}"])
-    text = capsys.readouterr().out
+    text = output()
     assert text.startswith(head)
     assert "c leaves a at step 2: total_batch_size 64 -> 8\nb leaves a at step 3" in text
     lines = figures()[-2].axes[0].lines
@@ -197,14 +197,14 @@ def test_a_run_is_drawn_with_its_branches_from_where_they_leave_it(first, head, 
 SWEEP = {0.5: [[8, 6, 4], [8, 4, 2]], 1.0: [[8, 7, 6], [8, 7, 5]], 2.0: [[9, 9, 9], [9, 9, 9]]}
 
 
-def test_groups_are_drawn_as_ideas_and_as_a_sweep_and_compared_in_words(run_cells, capsys):
+def test_groups_are_drawn_as_ideas_and_as_a_sweep_and_compared_in_words(run_cells, output):
     """An idea is the mean with a band from the lowest to the highest, and the differences seed by seed."""
     streams = ("train", "val", "own")
     for rate, runs in SWEEP.items():
         for seed, losses in enumerate(runs):
             write_losses(f"log/lr-{rate}-{seed}", losses, streams=streams, seed=seed, max_lr=rate)
     run_cells(runs=[f"log/lr-{rate}-*" for rate in SWEEP])
-    assert "lr-1.0-* ends 2.5000 above lr-0.5-*" in capsys.readouterr().out
+    assert "lr-1.0-* ends 2.5000 above lr-0.5-*" in output()
     assert "own" in titles(), "a stream of one's own has a panel"
     left, right = figures()[2].axes
     band = left.collections[0].get_paths()[0].get_extents()

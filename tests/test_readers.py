@@ -68,10 +68,10 @@ def test_columns_are_joined_and_objects_walked_into(kind):
     assert holds(make_here(write_rows(f"a.{kind}", rows), text_column="title,body,doc.text,doc.content.text"), texts)
 
 
-def test_of_two_columns_of_one_name_the_first_is_named(capsys):
+def test_of_two_columns_of_one_name_the_first_is_named(output):
     pq.write_table(pa.Table.from_arrays([["T"], ["D"]], names=["text", "text"]), "a.parquet")
     assert sorted(read(make_here("a.parquet"))) == sorted(as_bytes(["D"]))
-    assert "not read: text given twice (1 value)" in capsys.readouterr().out
+    assert "not read: text given twice (1 value)" in output()
 
 
 # ----- Texts --------------------------------------------------------------------------------------------
@@ -199,18 +199,18 @@ def test_a_document_that_ends_as_the_separator_begins_is_whole():
     ],
 )
 @pytest.mark.parametrize("text", ["Once upon a time\n<|endoftext|>\n", "Once.<|endoftext|>"])
-def test_a_note_says_that_documents_are_not_separated(text, separator, note, capsys):
+def test_a_note_says_that_documents_are_not_separated(text, separator, note, output):
     """It looked for a line that begins with the marker."""
     make_here(write("TinyStories-valid.txt", text * 40), separator=separator)
-    said = capsys.readouterr().out
+    said = output()
     assert note in said
     assert bool(note) == ("note:" in said)
 
 
-def test_markers_in_rows_are_counted(capsys):
+def test_markers_in_rows_are_counted(output):
     rows = [{"text": "<s>[INST] q [/INST]</s>"}, {"text": "<|startoftext|>One.<|startoftext|>Two."}] * 12
     make_here(write_rows("a.jsonl", rows))
-    said = capsys.readouterr().out
+    said = output()
     assert "note: 12 markers <s> read as text." in said
     assert "note: 24 markers <|startoftext|> read as text." in said
 
@@ -262,13 +262,13 @@ def names_of(*patterns):
     return [Path(source.name).name for source in inputs.list_inputs(patterns)]
 
 
-def test_a_folders_own_texts_are_read_and_others_where_they_are_asked_for(capsys):
+def test_a_folders_own_texts_are_read_and_others_where_they_are_asked_for(output):
     """Not hidden ones, those in its folders, a README, and what other programs write."""
     Path("texts/sub").mkdir(parents=True)
     for name in ("README.md", "b.md", ".h.md", "sub/c.rst", "d.pdf", "meta.json"):
         write(f"texts/{name}", f"In {name}.")
     assert names_of("texts") == ["b.md"]
-    assert "note: 5 of 6 files in texts are left out, such as texts/.h.md." in capsys.readouterr().out
+    assert "note: 5 of 6 files in texts are left out, such as texts/.h.md." in output()
     for name in ("README.md", "meta.json"):
         assert names_of("texts/**", f"texts/{name}") == ["b.md", "c.rst", name]
 
@@ -322,14 +322,14 @@ def test_what_cannot_be_read_is_named_with_its_reason(name, content, words, monk
 
 
 @pytest.mark.parametrize("kind, place", [("parquet", "Row 3"), ("jsonl", "Line 3"), ("csv", "Line 4")])
-def test_rows_without_a_text_are_left_out(kind, place, capsys):
+def test_rows_without_a_text_are_left_out(kind, place, output):
     """They are counted, and the first one is named."""
     texts = [f"Text {n}." for n in range(30)]
     texts[2] = texts[11] = texts[12] = texts[20] = None
     path = write_texts(f"a.{kind}", texts)
     folder = make_here(path)
     assert holds(folder, list(filter(None, texts)))
-    said = capsys.readouterr().out
+    said = output()
     assert f"note: 4 rows left out. {place} of {path} has no text under 'text'." in said
     assert said.count("has no text") == 1
     assert read_meta(folder)["rows_left_out"] == 4
@@ -351,10 +351,10 @@ LINES_OF_JSON = '{"text":\n "b"}\n' * 12
         ("a.json", "[" + '{"text": "b"},' * 24, '"x"]', "Entry 25"),
     ],
 )
-def test_a_row_that_is_not_like_the_others_is_left_out(name, others, row, place, capsys):
+def test_a_row_that_is_not_like_the_others_is_left_out(name, others, row, place, output):
     """Fields in a CSV file that are more or fewer than in its header may be parts of a text."""
     make_here(write(name, others + row))
-    assert f"note: 1 row left out. {place} of {name} " in capsys.readouterr().out
+    assert f"note: 1 row left out. {place} of {name} " in output()
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])

@@ -22,7 +22,7 @@ import train_gpt2
 from bench import __main__ as bench
 from torch.distributed.run import get_args_parser, parse_args
 
-from corpora import write, write_parquet
+from corpora import write, write_texts
 from edits import Changed, write_trainer
 from harness import ROOT, examples_file, flags, forked_torchrun, make_shards, read_log, refusal_of, run, status_of
 
@@ -191,7 +191,7 @@ def make_inputs(folder):
         os.makedirs(name)
     for name in ("tests/a.py", "plumbing/data/b.py"):
         write(name, text)
-    write_parquet("texts/a.parquet", [text[i::7] for i in range(7)])
+    write_texts("texts/a.parquet", [text[i::7] for i in range(7)])
     # quickstart would make the whole of Python's documentation into shards, and reading a part of it takes as long
     write("docs.txt", 6 * text)
     for name in ("docs", "python_docs"):

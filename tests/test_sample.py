@@ -138,14 +138,14 @@ def test_a_character_of_many_bytes_is_printed_when_it_is_whole():
 
 
 @pytest.fixture
-def printed(model, tmp_path, capsys):
+def printed(model, tmp_path, output):
     """A function that returns what sample.py prints for these words, of the model in tmp_path / "model"."""
     path = save(tmp_path / "model", model)
-    capsys.readouterr()
+    output()
 
     def sample_with(*words):
         assert status_of(sample.main, [*words, "-m", path, "--max-new-tokens", "40", "--device", "cpu"]) == 0
-        return capsys.readouterr().out
+        return output()
 
     return sample_with
 

@@ -131,13 +131,13 @@ def test_short_conversations_also_begin_blocks():
 
 @pytest.mark.parametrize("count", [2, 11, 300])
 @pytest.mark.parametrize("shard_size", [1000, 20_000_000])
-def test_every_conversation_is_whole_in_one_split_and_its_answer_learned(count, shard_size, capsys):
+def test_every_conversation_is_whole_in_one_split_and_its_answer_learned(count, shard_size, output):
     folder = prepare_rows(chats_of(count), shard_size=shard_size)
     assert all_chats(folder) == texts_of(range(count))
     assert 1 <= len(read_chats(folder, "val")) <= max(1, count / 10)
     answers = [f"A{i}" for i in range(count)]
     assert learned_in(folder) == sorted(answers)
-    assert f"{len(''.join(answers)) + count:,} tokens are targets" in capsys.readouterr().out
+    assert f"{len(''.join(answers)) + count:,} tokens are targets" in output()
     meta = read_meta(folder)
     assert meta == meta | dict(documents=count, tokenizer="bytes+chat", vocab_size=261, complete=True)
     assert Folder(folder).enc.name == "bytes+chat"
@@ -158,9 +158,9 @@ def prepare_odd(tmp_path, name):
         return Path(prepare(Options(input=tuple(map(str, files)), **settings)))
 
 
-def test_after_kills_the_same_command_ends_with_the_same_bytes_and_notes(tmp_path, capsys):
+def test_after_kills_the_same_command_ends_with_the_same_bytes_and_notes(tmp_path, output):
     whole = listing(prepare_odd(tmp_path, "whole"))
-    _, said = capsys.readouterr().out.split("\nin ")
+    _, said = output().split("\nin ")
     said = said.partition("Next")[0]
     assert "messages to and from tools left out" in said
     assert "answers not learned" in said
@@ -169,7 +169,7 @@ def test_after_kills_the_same_command_ends_with_the_same_bytes_and_notes(tmp_pat
     assert "\nnot read: mood (" in said
     kill_again_and_again(prepare_odd, tmp_path, "killed")
     assert listing(prepare_odd(tmp_path, "killed")) == whole
-    assert said in capsys.readouterr().out
+    assert said in output()
     os.truncate("killed/out/out_train_000003.mask", 100)
     assert listing(prepare_odd(tmp_path, "killed")) == whole
 
@@ -187,22 +187,22 @@ def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
 
 
 @pytest.mark.gpt2
-def test_the_command_that_is_printed_fine_tunes_the_model(capsys, data):
+def test_the_command_that_is_printed_fine_tunes_the_model(output, data):
     assert status_of(train_gpt2.main, tiny_flags(data, "start", max_steps=4)) == 0
     folder = prepare_rows(chats_of(100), out_dir="chats", tokenizer="", init_from="start", max_length=0)
     assert read_meta(folder)["made_from"]["max_length"] == TINY["block_size"]
-    words = printed_commands(capsys.readouterr().out)[-1]
+    words = printed_commands(output())[-1]
     assert words[2:4] == ["--preset", "quickstart"]
     assert status_of(train_gpt2.main, [*words[2:], "--max-steps", "2", "--warmup-steps", "0"]) == 0
     assert Path("log/chats/hf").exists()
 
 
-def test_gpt2_is_fine_tuned_at_chats_rate(capsys, monkeypatch):
+def test_gpt2_is_fine_tuned_at_chats_rate(output, monkeypatch):
     weights = {"w": torch.zeros(1).expand(124_439_808)}
     model = models.SavedModel({"block_size": 64}, weights, lambda: ENC)
     monkeypatch.setattr(models, "load_saved_model", lambda source: model)
     prepare_rows(chats_of(20), tokenizer="", init_from="model")
-    assert printed_commands(capsys.readouterr().out)[-1][2:4] == ["--preset", "chat"]
+    assert printed_commands(output())[-1][2:4] == ["--preset", "chat"]
 
 
 # ----- What is read of a row ----------------------------------------------------------------------------
@@ -277,24 +277,24 @@ UNREAD = [
 
 
 @pytest.mark.parametrize("in_row, in_answer, names", UNREAD)
-def test_what_is_not_read_of_a_conversation_is_counted(in_row, in_answer, names, capsys):
+def test_what_is_not_read_of_a_conversation_is_counted(in_row, in_answer, names, output):
     rows = chats_of(24)
     for row in rows:
         row.update(in_row)
         row["messages"][1].update(in_answer)
     prepare_rows(rows)
-    said = capsys.readouterr().out
+    said = output()
     counted = ", ".join(f"{name} (24 values)" for name in names.split())
     assert f"\nnot read: {counted}\n" in said
     assert "note:" not in said
 
 
-def test_of_very_many_keys_the_first_are_named(capsys):
+def test_of_very_many_keys_the_first_are_named(output):
     rows = chats_of(100)
     for number, row in enumerate(rows):
         row[f"key {number}"] = 1
     prepare_rows(rows)
-    assert "key 29 (1 value), other keys (70 values)\n" in capsys.readouterr().out
+    assert "key 29 (1 value), other keys (70 values)\n" in output()
 
 
 # marks of a bad or masked answer: (its place, its name, its value, the value that says nothing)
@@ -310,7 +310,7 @@ MARKS = [
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
 @pytest.mark.parametrize("place, mark, bad, good", MARKS)
-def test_rows_whose_answers_are_marked_as_bad_are_left_out(name, place, mark, bad, good, capsys):  # fmt: skip
+def test_rows_whose_answers_are_marked_as_bad_are_left_out(name, place, mark, bad, good, output):  # fmt: skip
     """They were learned without a word."""
     rows = chats_of(24)
     for number, row in enumerate(rows):
@@ -318,7 +318,7 @@ def test_rows_whose_answers_are_marked_as_bad_are_left_out(name, place, mark, ba
         marked[mark] = good if number % 2 else bad
     folder = prepare_rows(rows, name)
     assert all_chats(folder) == texts_of(range(1, 24, 2))
-    said = capsys.readouterr().out
+    said = output()
     assert "note: 12 rows left out." in said
     assert f"has {mark} " in said
     assert "not read" not in said
@@ -328,13 +328,13 @@ def test_rows_whose_answers_are_marked_as_bad_are_left_out(name, place, mark, ba
 @pytest.mark.parametrize(
     "key, role", [("tool_calls", "tool"), ("function_call", "function"), ("tool_calls", "observation")]
 )
-def test_messages_to_and_from_tools_and_without_an_answer_are_left_out(name, key, role, capsys):
+def test_messages_to_and_from_tools_and_without_an_answer_are_left_out(name, key, role, output):
     rows = chats_of(24)
     call = message("assistant", None, **{key: [{"name": "f"}]})
     rows[5]["messages"][1:] = [call, message(role, "21 degrees"), message("assistant", "A5"), message("user", "?")]
     folder = prepare_rows(rows, name)
     assert all_chats(folder) == texts_of(range(24))
-    said = capsys.readouterr().out
+    said = output()
     assert "note: 2 messages to and from tools left out.\n" in said
     assert "note: 1 message after the last answer left out.\n" in said
     assert "cut" not in said
@@ -343,7 +343,7 @@ def test_messages_to_and_from_tools_and_without_an_answer_are_left_out(name, key
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("flag", smoltalk.FLAGS)
 @pytest.mark.parametrize("no", [0, False])
-def test_an_answer_that_is_not_to_be_learned_is_no_target(name, flag, no, capsys):
+def test_an_answer_that_is_not_to_be_learned_is_no_target(name, flag, no, output):
     chat = talk("Q", "wrong", "Q", "right")
     chat[1][flag] = no
     chat[2][flag] = no  # a question is never learned
@@ -351,7 +351,7 @@ def test_an_answer_that_is_not_to_be_learned_is_no_target(name, flag, no, capsys
     folder = prepare_rows([{"messages": chat}] * 24, name)
     assert all_chats(folder) == [as_text("Q", "wrong", "Q", "right")] * 24
     assert learned_in(folder) == ["right"] * 24
-    assert "note: 24 answers not learned, as weight or train says." in capsys.readouterr().out
+    assert "note: 24 answers not learned, as weight or train says." in output()
 
 
 @pytest.mark.parametrize(

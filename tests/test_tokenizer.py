@@ -195,14 +195,14 @@ def test_a_special_token_that_is_a_word_too_is_not_exported_as_one():
 TRAIN = "--input=-a.txt --out x.tiktoken --vocab-size 500".split()
 
 
-def test_the_command_trains_a_tokenizer(capsys):
+def test_the_command_trains_a_tokenizer(output):
     """And again with the same bytes after a kill between its two files."""
     write("-a.txt", "".join(corpus()[:-200]))
     assert renamed_by(tokenizer.main, TRAIN)[-1] == "x.tiktoken"
     enc = tokenizers.get_encoding("x.tiktoken")
     assert enc.name.startswith("x-")
     assert enc._special_tokens == {"<|endoftext|>": 499}
-    [words] = printed_commands(capsys.readouterr().out)
+    [words] = printed_commands(output())
     assert words[2:] == ["--input", "./-a.txt", "--tokenizer", "x.tiktoken"]
     before = listing(".")
     Path("x.tiktoken").unlink()
@@ -210,18 +210,18 @@ def test_the_command_trains_a_tokenizer(capsys):
     assert listing(".") == before
 
 
-def test_the_command_says_how_many_ids_there_are_where_the_text_has_too_few_pairs(capsys):
+def test_the_command_says_how_many_ids_there_are_where_the_text_has_too_few_pairs(output):
     """256 bytes, one pair and <|endoftext|>."""
     write("-a.txt", "ab")
     tokenizer.main(TRAIN)
-    assert ", 258 ids\n" in capsys.readouterr().out
+    assert ", 258 ids\n" in output()
 
 
-def test_the_command_that_comes_next_reads_the_same_column(capsys):
+def test_the_command_that_comes_next_reads_the_same_column(output):
     write_rows("a.jsonl", [{"body": "half a pair \ud83d", "head": "A"}, {"text": "not this"}] * 5)
     words = ["--text-column", "head,body"]
     tokenizer.main(["--input=a.jsonl", *TRAIN[1:], *words])
-    said = capsys.readouterr().out
+    said = output()
     assert printed_commands(said)[0][-2:] == words
     assert "note: 5 rows left out. Line 2 of a.jsonl has no text under 'head,body'." in said
 

@@ -162,7 +162,7 @@ def peers(tmp_path, monkeypatch):
 
 @gpt2
 @pytest.mark.parametrize("name", ["ckpt.pt", "model_00005.pt"])
-def test_a_peers_checkpoint_is_read(name, peers, capsys):
+def test_a_peers_checkpoint_is_read(name, peers, output):
     """nanoGPT's has no biases, which is the same as biases of 0, and another GELU."""
     folder, expected = peers
     is_nanogpts = name == "ckpt.pt"
@@ -170,7 +170,7 @@ def test_a_peers_checkpoint_is_read(name, peers, capsys):
         if is_nanogpts and key.endswith("bias"):
             weight.zero_()
     model, enc = train_gpt2.load_model(str(folder / name))
-    assert ("nanoGPT computes GELU exactly" in capsys.readouterr().out) == is_nanogpts
+    assert ("nanoGPT computes GELU exactly" in output()) == is_nanogpts
     assert (enc.name, model.config.n_head, model.training) == ("gpt2", 2, False)
     assert_same_tensors(dict(model.state_dict()), dict(expected))
 
