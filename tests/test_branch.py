@@ -70,19 +70,18 @@ def train_in_a_ramp(args):
 @pytest.mark.parametrize(
     "ranks, train, options, step", [(0, train_gpt2.main, EPOCHS, 6), (2, train_in_a_ramp, RAMP, 4)]
 )
-def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, options, step, folder, tmp_path):
+def test_a_branch_without_changes_is_its_parent_bit_for_bit(ranks, train, options, step, folder):
     """With Muon, and so with AdamW for the rest. One begins in the second epoch, one before the batch grows.
 
     Its data were moved.
     """
     options = OPTIONS | dict(optimizer="muon", checkpoint_every=2) | options
-    parent, branch = tmp_path / "parent", tmp_path / "branch"
-    run(train, tiny_flags(folder, parent, **options), ranks=ranks)
-    moved = shutil.copytree(folder, tmp_path / "moved")
-    args = tiny_flags(moved, branch, branch_from=parent / f"model_{step:05d}.pt", **options)
+    run(train, tiny_flags(folder, "parent", **options), ranks=ranks)
+    shutil.copytree(folder, "moved")
+    args = tiny_flags("moved", "out", branch_from=f"parent/model_{step:05d}.pt", **options)
     said = run(train, args, ranks=ranks)[0]
-    assert f"a branch of {parent}, from step {step} to {options['max_steps']}" in said
-    assert_same_run(branch, parent)
+    assert f"a branch of parent, from step {step} to {options['max_steps']}" in said
+    assert_same_run("out", "parent")
 
 
 def die_in_the_first_checkpoint(args):
@@ -91,13 +90,13 @@ def die_in_the_first_checkpoint(args):
 
 
 @pytest.mark.parametrize("fate_of_parent", ["stays", "gone on", "deleted"])
-def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, out, tmp_path):
+def test_a_branch_killed_at_any_moment_ends_bit_for_bit_as_its_parent(fate_of_parent, folder, parent, out):
     """The parent is given as a folder: its newest checkpoint may be of another step when the branch is resumed.
 
     Once the branch has a checkpoint, it no longer needs its parent.
     """
     later = shutil.ignore_patterns("model_00008.pt", "model_00012.pt")
-    family = shutil.copytree(parent, tmp_path / "family", ignore=later)
+    family = shutil.copytree(parent, "family", ignore=later)
     args = tiny_flags(folder, out, branch_from=family, **OPTIONS)
     killed = [die_in_the_first_checkpoint] if fate_of_parent == "stays" else [killed_at, 5, 4]
     run(*killed, args, ends=[KILLED])
@@ -231,12 +230,12 @@ def constant(folder):
     return folder.parent / "constant"
 
 
-def test_a_finished_run_is_extended_by_its_name_and_a_number_of_steps(constant, folder, out, tmp_path):
+def test_a_finished_run_is_extended_by_its_name_and_a_number_of_steps(constant, folder, out):
     """At a constant rate that is the run of this length from scratch, bit for bit. It says whose settings it has."""
-    train(folder, tmp_path / "long", **CONSTANT | {"max_steps": 24})
+    train(folder, "long", **CONSTANT | {"max_steps": 24})
     words = flags(branch_from=constant, out_dir=out, max_steps=24, device="cpu", preset="speedrun")
     said = " ".join(refusal_of(train_gpt2.main, *words)[1].split())
-    assert_same_run(out, tmp_path / "long")
+    assert_same_run(out, "long")
     assert "A branch keeps its parent's settings, not those of --preset speedrun." in said
     assert f"Settings inherited from {constant}: data {folder}, " in said
     assert " block_size 32, " in said
@@ -328,20 +327,20 @@ def test_a_run_that_was_killed_keeps_milestones_what_it_did_not_write_and_its_la
     assert loss == pytest.approx(losses(out, "val")[1], abs=1e-6)
 
 
-def train_on_node(node, args):
+def train_on_node(args):
     """Train as a rank on a node with another disk: the same paths are below another root."""
-    os.chdir(Path(node) / f"node{os.environ['RANK']}")
+    os.chdir(f"node{os.environ['RANK']}")
     train_gpt2.main(args)
 
 
-def test_parent_and_hellaswag_need_be_on_the_first_nodes_disk_only(tmp_path):
+def test_parent_and_hellaswag_need_be_on_the_first_nodes_disk_only():
     for node in ("node0", "node1"):
-        make_shards(tmp_path / node / "data")
-    train(tmp_path / "node0" / "data", tmp_path / "node0" / "parent", max_steps=1)
-    file = examples_file(tmp_path / "node0", ["A man"]).name
+        make_shards(f"{node}/data")
+    train("node0/data", "node0/parent", max_steps=1)
+    file = examples_file(Path("node0"), ["A man"]).name
     args = tiny_flags("data", "out", branch_from="parent", max_steps=2, hellaswag_every=2, hellaswag_data=file)
-    run(train_on_node, tmp_path, args, ranks=2)
-    assert newest_checkpoint(tmp_path / "node0" / "out")["step"] == 2
+    run(train_on_node, args, ranks=2)
+    assert newest_checkpoint("node0/out")["step"] == 2
 
 
 @pytest.mark.parametrize(
@@ -352,19 +351,19 @@ def test_parent_and_hellaswag_need_be_on_the_first_nodes_disk_only(tmp_path):
         (dict(max_steps=10, decay_fraction=0.2), []),
     ],
 )
-def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, folder, tmp_path, branch_has, said):
+def test_a_branch_says_if_its_learning_rate_jumps_or_never_decays(constant, folder, branch_has, said):
     """The parent's 3e-3 is constant to step 8."""
-    printed = train(folder, tmp_path / "branch", **CONSTANT | branch_has, branch_from=constant / "model_00008.pt")
+    printed = train(folder, "branch", **CONSTANT | branch_has, branch_from=constant / "model_00008.pt")
     notes = [line for line in printed.splitlines() if "note: The learning rate" in line]
     assert len(notes) == bool(said)
     for words in said:
         assert words in notes[0]
 
 
-def test_a_branch_behind_a_decay_is_given_no_advice_that_raises_its_rate(folder, out, tmp_path):
+def test_a_branch_behind_a_decay_is_given_no_advice_that_raises_its_rate(folder):
     """Nor is it what a finished run names as the next command: it would be worse first."""
-    said = train(folder, tmp_path / "parent", **OPTIONS | dict(schedule="wsd", decay_fraction=0.5))
+    said = train(folder, "parent", **OPTIONS | dict(schedule="wsd", decay_fraction=0.5))
     assert [Path(words[1]).name for words in printed_commands(said)] == ["sample.py"]
-    said = train(folder, out, branch_from=tmp_path / "parent", max_steps=24, val_every=0)
+    said = train(folder, "out", branch_from="parent", max_steps=24, val_every=0)
     assert "note: The learning rate was 0.0005 before the branch and is 0.003 now.\n" in said
     assert "Settings" not in said, "the command asks for them"

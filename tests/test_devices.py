@@ -66,7 +66,7 @@ def test_samples_and_hellaswag_have_logits_in_full_precision():
 
 
 @needs("float8")
-def test_float8_trains_with_the_trainers_loss_whatever_it_is(data, tmp_path):
+def test_float8_trains_with_the_trainers_loss_whatever_it_is(data):
     """Such as one of logits with a cap, which is far below the plain one."""
 
     def capped(self, logits, targets):
@@ -74,9 +74,9 @@ def test_float8_trains_with_the_trainers_loss_whatever_it_is(data, tmp_path):
 
     with patched(train_gpt2.GPT, "cross_entropy", capped) as plain:
         for dtype in ("bfloat16", "fp8"):
-            train(data, tmp_path / dtype, dtype=dtype, max_steps=2, max_lr=0.1, val_every=0)
-    expected = losses(tmp_path / "bfloat16")
-    assert losses(tmp_path / "fp8") == pytest.approx(expected, rel=1e-3)
+            train(data, dtype, dtype=dtype, max_steps=2, max_lr=0.1, val_every=0)
+    expected = losses("bfloat16")
+    assert losses("fp8") == pytest.approx(expected, rel=1e-3)
     assert expected[0] == pytest.approx(np.log(320), abs=0.01)
 
 

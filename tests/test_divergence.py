@@ -97,8 +97,8 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
     "name, kind",
     [("train_000001.npy", "training"), ("train_000001.mask", "training"), ("val_000000.npy", "validation")],
 )
-def test_shards_and_masks_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, out, tmp_path):
-    data = make_shards(tmp_path / "data", masks=True)
+def test_shards_and_masks_that_change_under_a_run_end_it_before_its_next_checkpoint(name, kind, out):
+    data = make_shards("data", masks=True)
 
     def exchange(step, parts):
         if step == 5:
@@ -112,12 +112,12 @@ def test_shards_and_masks_that_change_under_a_run_end_it_before_its_next_checkpo
     refused_run(changes, f"The run in {out} cannot continue with", f"{kind} data", "start a branch")
 
 
-def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, out, tmp_path):
+def test_an_overflow_in_float16_skips_the_step_of_every_optimizer(data, out):
     options = dict(optimizer="muon", max_steps=3, val_every=1)
-    train(data, tmp_path / "exact", **options)
+    train(data, "exact", **options)
     with spoiled([1], infinite):
         train(data, out, dtype="float16", **options)
-    assert losses(out, "norm")[0] == pytest.approx(losses(tmp_path / "exact", "norm")[0], rel=0.02)
+    assert losses(out, "norm")[0] == pytest.approx(losses("exact", "norm")[0], rel=0.02)
     val = losses(out, "val")
     assert val[0] != val[1] == val[2] != val[3]
     # the scaler begins at 65,536

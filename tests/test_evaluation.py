@@ -39,9 +39,9 @@ from harness import (
 )
 
 
-def test_bits_per_byte_are_those_of_the_targets_text(out, tmp_path):
+def test_bits_per_byte_are_those_of_the_targets_text(out):
     """A byte each, <|endoftext|> none, and what a mask leaves out is no target."""
-    folder = make_shards(tmp_path / "data", masks=True)
+    folder = make_shards("data", masks=True)
     np.load(folder / "tiny_val_000000.npy", mmap_mode="r+")[100:600:10] = 256  # more documents
     train(folder, out, max_steps=1, shuffle=False, val_tokens=37 * 16)
     _, y = windows(folder, "val", 16, masks=True)
@@ -64,12 +64,12 @@ def test_an_evaluation_has_as_many_ids_as_the_weights(trained, folder, out):
     assert losses(out, "val")[0] == expected == ended.losses["val"] and ended.step == 0
 
 
-def test_more_validation_tokens_than_the_split_has_count_each_window_once(data, tmp_path):
+def test_more_validation_tokens_than_the_split_has_count_each_window_once(data):
     """It has 124 windows of 16; 50 more would be some of them again."""
     for num_windows in (124, 174):
-        train(data, tmp_path / f"{num_windows}", val_tokens=num_windows * 16, max_steps=1)
+        train(data, f"{num_windows}", val_tokens=num_windows * 16, max_steps=1)
     for stream in ("val", "val_bpb"):
-        assert read_log(tmp_path / "124", stream) == read_log(tmp_path / "174", stream)
+        assert read_log("124", stream) == read_log("174", stream)
 
 
 def test_validation_is_a_sample_of_all_parts_of_the_split(data, out):
@@ -97,9 +97,9 @@ def evaluating(folder):
 
 
 @pytest.fixture
-def evaluate(folder, trained, tmp_path):
+def evaluate(folder, trained):
     """A function that evaluates the run "log", a copy of `trained` in the working folder. It types no width."""
-    shutil.copytree(trained, tmp_path / "log")
+    shutil.copytree(trained, "log")
 
     def main(**changes):
         options = TINY | evaluating(folder) | dict(data=folder, init_from="log", max_steps=0) | changes
@@ -109,20 +109,20 @@ def evaluate(folder, trained, tmp_path):
     return main
 
 
-def test_an_evaluation_has_the_losses_samples_and_scores_of_the_runs_last_step(evaluate, trained, tmp_path):
+def test_an_evaluation_has_the_losses_samples_and_scores_of_the_runs_last_step(evaluate, trained):
     """It writes no weights, and nothing into the run."""
     evaluate(keep_best=True)
-    found = tmp_path / "log" / "eval"
+    found = Path("log/eval")
     for stream in ("val", "val_bpb", "hella"):
         assert list(read_log(found, stream).values()) == [read_log(trained, stream)[12]]
     assert samples(found)[0] == samples(trained)[12]
     assert {path.suffix for path in found.iterdir() if path.name != ".lock"} == {".py", ".txt"}
     shutil.rmtree(found)
-    assert listing(tmp_path / "log") == listing(trained)
+    assert listing("log") == listing(trained)
 
 
-def test_an_evaluation_in_a_folder_that_was_typed_needs_no_training_data(evaluate, tmp_path):
-    evaluate(data=make_shards(tmp_path / "data", lengths=(2000,)), out_dir="mine")
+def test_an_evaluation_in_a_folder_that_was_typed_needs_no_training_data(evaluate):
+    evaluate(data=make_shards("data", lengths=(2000,)), out_dir="mine")
     assert [path.parent for path in Path("mine").rglob("log.txt")] == [Path("mine")]
 
 
@@ -132,15 +132,15 @@ def test_an_evaluation_of_another_model_beside_a_run_takes_nothing_from_that_run
     evaluate(init_from="wide")
 
 
-def test_a_run_ends_though_a_mask_leaves_out_all_validation_targets(data, out, tmp_path):
+def test_a_run_ends_though_a_mask_leaves_out_all_validation_targets(data, out):
     """But one that no window has, as it ends before. In a folder without a share they leave the mean alone."""
-    masked = make_shards(tmp_path / "masked", masks=True)
+    masked = make_shards("masked", masks=True)
     np.load(masked / "tiny_val_000000.mask", mmap_mode="r+")[:] = np.arange(2000) == 1999
     train((data, masked), out, max_steps=1)
     for stream, is_nan in {"val/masked": True, "val": True, "val/data": False}.items():
         assert set(np.isnan(losses(out, stream))) == {is_nan}, stream
-    train((data, masked), tmp_path / "weighted", data_weights=(1, 0), max_steps=1)
-    assert read_log(tmp_path / "weighted", "val") == read_log(tmp_path / "weighted", "val/data")
+    train((data, masked), "weighted", data_weights=(1, 0), max_steps=1)
+    assert read_log("weighted", "val") == read_log("weighted", "val/data")
 
 
 def test_a_dry_run_prints_the_account_of_the_run_and_then_its_command_and_writes_nothing(data, out):
@@ -182,13 +182,12 @@ def test_a_dry_run_without_data_says_what_it_assumes(typed, tmp_path, monkeypatc
 OFTEN = dict(val_every=1, sample_every=5, hellaswag_every=5, checkpoint_every=3)
 
 
-def test_evaluation_leaves_the_training_losses_alone_bit_for_bit(folder, out, tmp_path):
+def test_evaluation_leaves_the_training_losses_alone_bit_for_bit(folder, out):
     """It is at each step that is due, and after the last update."""
-    never = tmp_path / "never"
     train(folder, out, **evaluating(folder) | OFTEN)
-    train(folder, never, **dict.fromkeys(OFTEN, 0))
-    assert read_log(never) == read_log(out)
-    assert read_log(never, "val") == {}
+    train(folder, "never", **dict.fromkeys(OFTEN, 0))
+    assert read_log("never") == read_log(out)
+    assert read_log("never", "val") == {}
     assert list(read_log(out, "val")) == [*range(13)]
     assert list(read_log(out, "hella")) == [0, 5, 10, 12]
 
@@ -196,11 +195,11 @@ def test_evaluation_leaves_the_training_losses_alone_bit_for_bit(folder, out, tm
 LABELS = [0, 0, 0, 0, 1, 0, 1, 2, 1, 2, 1, 3, 0]  # whichever ending a rule prefers, its count is its own
 
 
-def test_hellaswags_score_is_acc_norm_over_all_ranks_without_the_padding(trained, folder, out, tmp_path):
+def test_hellaswags_score_is_acc_norm_over_all_ranks_without_the_padding(trained, folder, out):
     """Of the first 13 of 14 examples, by a model whose 63 ids of padding have by far the largest logits."""
-    path = shutil.copy(trained / "model_00012.pt", tmp_path)
+    path = shutil.copy(trained / "model_00012.pt", ".")
     change_checkpoint(path, lambda content: content["model"]["lm_head.weight"][257:].normal_(std=9))
-    file = examples_file(tmp_path, ["ab" * n + "c" for n in range(1, 15)], [*LABELS, 1])
+    file = examples_file(Path(), ["ab" * n + "c" for n in range(1, 15)], [*LABELS, 1])
     options = dict(init_from=path, max_steps=0, hellaswag_every=1, hellaswag_data=file, hellaswag_limit=13)
     run(train_gpt2.main, tiny_flags(folder, out, **options), ranks=2)
     model, enc = train_gpt2.load_model(path)
@@ -214,19 +213,19 @@ def test_hellaswags_score_is_acc_norm_over_all_ranks_without_the_padding(trained
     assert float(read_log(out, "hella")[0]) == pytest.approx(acc_norm)
 
 
-def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out, tmp_path):
+def test_samples_of_a_chat_model_are_answers_with_role_markers(data, out):
     model = parrot_model(text="Yes!")
     with torch.no_grad():
         model.transformer.ln_f.weight *= 9  # drawn at random, it would say something else now and then
     change_meta(data, tokenizer="bytes+chat")
-    export_huggingface(model, tokenizers.get_encoding("bytes+chat"), tmp_path / "model")
+    export_huggingface(model, tokenizers.get_encoding("bytes+chat"), Path("model"))
     options = dict(n_layer=1, block_size=256, max_steps=0, sample_every=1, sample_prompt="Hi")
-    train(data, out, init_from=tmp_path / "model", **options)
+    train(data, out, init_from="model", **options)
     assert samples(out) == {0: ["<|user|>Hi<|end|><|assistant|>Yes!"] * 4}
 
 
 @pytest.mark.gpt2
-def test_samples_are_of_the_50_likeliest_ids(trained, folder, out, tmp_path):
+def test_samples_are_of_the_50_likeliest_ids(trained, folder, out):
     """Of a model for which each id is a little less likely than the one before it, whatever the text."""
 
     def order(content):
@@ -235,7 +234,7 @@ def test_samples_are_of_the_50_likeliest_ids(trained, folder, out, tmp_path):
         weights["transformer.ln_f.bias"].copy_(torch.eye(32)[0])
         weights["lm_head.weight"][:, 0] = -torch.arange(320) / 1000
 
-    path = shutil.copy(trained / "model_00012.pt", tmp_path)
+    path = shutil.copy(trained / "model_00012.pt", ".")
     change_checkpoint(path, order)
     train(folder, out, init_from=path, max_steps=0, sample_every=1, sample_prompt="x")
     text = "".join(samples(out)[0])

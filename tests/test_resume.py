@@ -166,18 +166,18 @@ def test_what_a_killed_process_leaves_is_swept_away_and_a_line_of_the_users_stay
     assert "a note of the user's\n" in (stopped / "samples.txt").read_text()
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile_gives_way_to_the_newest(straight, tmp_path):
+def test_a_checkpoint_that_is_deleted_meanwhile_gives_way_to_the_newest(straight):
     """By a run in progress, which has written others."""
-    (tmp_path / "model_00004.pt").touch()
+    Path("model_00004.pt").touch()
 
     def list_then_change(folder):
         paths = whole_list(folder)
-        (tmp_path / "model_00004.pt").unlink(missing_ok=True)
-        shutil.copy(straight / "model_00012.pt", tmp_path)
+        Path("model_00004.pt").unlink(missing_ok=True)
+        shutil.copy(straight / "model_00012.pt", ".")
         return paths
 
     with patched(checkpoints, "list_checkpoints", list_then_change) as whole_list:
-        assert newest_checkpoint(tmp_path)["step"] == 12
+        assert newest_checkpoint(".")["step"] == 12
 
 
 def test_in_a_thread_a_run_trains_without_signals(data, out):
@@ -186,11 +186,11 @@ def test_in_a_thread_a_run_trains_without_signals(data, out):
     assert ended.step == 1
 
 
-def test_checkpoints_beyond_step_99999_are_newer(tmp_path):
+def test_checkpoints_beyond_step_99999_are_newer():
     """model_100000.pt sorts before model_99999.pt as text."""
     for step in (99_999, 100_000):
-        (tmp_path / f"model_{step}.pt").touch()
-    assert steps_of(tmp_path) == [99_999, 100_000]
+        Path(f"model_{step}.pt").touch()
+    assert steps_of(".") == [99_999, 100_000]
 
 
 @pytest.mark.gpt2
@@ -221,16 +221,16 @@ def test_a_finished_run_is_exported_again_where_hf_holds_another_model(folder, s
     continued(out)
 
 
-def test_no_resume_sets_the_old_run_aside_each_time(folder, straight, tmp_path):
+def test_no_resume_sets_the_old_run_aside_each_time(folder, straight):
     """With what the package wandb keeps there, so that the new run's curve is another one."""
-    out = shutil.copytree(straight, tmp_path / "gpt.v3")
-    (out / "wandb" / "run-20261127-abc").mkdir(parents=True)
-    before = listing(out)
+    shutil.copytree(straight, "gpt.v3")
+    Path("gpt.v3/wandb/run-20261127-abc").mkdir(parents=True)
+    before = listing("gpt.v3")
     for seed in (1, 2):
-        train(folder, out, resume=False, seed=seed, max_steps=1)
-    assert listing(tmp_path / "gpt.v3.1") == before
-    assert read_log(tmp_path / "gpt.v3.2")[0] != read_log(out)[0]
-    assert not (out / "wandb").exists()
+        train(folder, "gpt.v3", resume=False, seed=seed, max_steps=1)
+    assert listing("gpt.v3.1") == before
+    assert read_log("gpt.v3.2")[0] != read_log("gpt.v3")[0]
+    assert not Path("gpt.v3/wandb").exists()
 
 
 def killed_while_moving(number, args):
@@ -325,16 +325,16 @@ def assert_close_losses(out_dir, straight):
     assert losses(out_dir) == pytest.approx(losses(straight), abs=1e-5, rel=0)
 
 
-def test_a_run_moves_to_two_processes_of_a_smaller_batch_size(folder, out, tmp_path):
+def test_a_run_moves_to_two_processes_of_a_smaller_batch_size(folder, out):
     """One process with B = 8 to step 4, two with B = 2 to step 8, one with B = 4 to the end; with both optimizers."""
     options = dict(checkpoint_every=4, val_every=0, optimizer="muon")
-    train(folder, tmp_path / "straight", batch_size=8, **options)
+    train(folder, "straight", batch_size=8, **options)
     run(killed_at, 5, 4, tiny_flags(folder, out, batch_size=8, **options), ends=[KILLED])
     as_two = tiny_flags(folder, out, batch_size=2, **options)
     said, _ = run(killed_at, 9, 8, as_two, ranks=2, ends=[KILLED, None])
     assert "from step 4 to 12" in said
     assert "from step 8 to 12" in train(folder, out, batch_size=4, **options)
-    assert_close_losses(out, tmp_path / "straight")
+    assert_close_losses(out, "straight")
 
 
 def train_killed_once(args):
@@ -367,14 +367,14 @@ def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, stopped, mon
     assert Path(f"{stopped}.1", "model_00008.pt").exists()
 
 
-def test_the_scaler_and_muons_momentum_survive_a_kill(folder, out, tmp_path):
+def test_the_scaler_and_muons_momentum_survive_a_kill(folder, out):
     options = dict(checkpoint_every=4, optimizer="muon", dtype="float16", val_every=0)
-    train(folder, tmp_path / "straight", **options)
+    train(folder, "straight", **options)
     run(killed_at, 9, 8, tiny_flags(folder, out, **options), ends=[KILLED])
     # the scale in the checkpoint counts, and not the one that a scaler begins with
     with patched(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1.0)):
         train(folder, out, **options)
-    assert_same_run(out, tmp_path / "straight")
+    assert_same_run(out, "straight")
 
 
 def test_a_checkpoint_is_of_its_step_and_waits_alone_for_a_slow_disk(folder, straight, out):
@@ -401,9 +401,9 @@ def test_a_checkpoint_is_of_its_step_and_waits_alone_for_a_slow_disk(folder, str
 
 
 @pytest.mark.parametrize("name, stream", [("evaluate_val_loss", "val"), ("evaluate_hellaswag", "hella")])
-def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream, data, out, tmp_path):
+def test_a_signal_in_an_evaluation_stops_all_ranks_when_it_is_done(name, stream, data, out):
     """And the evaluations behind it are left out. Only rank 0 has the examples."""
-    examples = examples_file(tmp_path, ["ab c", "abc"])
+    examples = examples_file(Path(), ["ab c", "abc"])
     options = dict(batch_size=2, max_steps=6, hellaswag_every=4, hellaswag_data=examples)
     first, second = run(signalled_in, name, 2, 1, tiny_flags(data, out, **options), ranks=2)
     assert "Stopping after this evaluation.\n" in second

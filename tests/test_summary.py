@@ -78,9 +78,9 @@ def test_the_account_is_that_of_the_run(data, out):
     assert said["run"] == f"{out}, from step 0 to 12"
 
 
-def test_a_branch_reads_on_in_its_parents_passes(data, out, tmp_path, recwarn):
+def test_a_branch_reads_on_in_its_parents_passes(data, out, recwarn):
     train(data, out, max_steps=6)
-    said = rows_of(train(data, tmp_path / "longer", branch_from=out, max_steps=24, dry_run=True))
+    said = rows_of(train(data, "longer", branch_from=out, max_steps=24, dry_run=True))
     assert said["data"] == "4,688 training tokens; the run reads 3,072: 0.66 passes"
     assert said["run"].endswith(f", a branch of {out}, from step 6 to 24")
     # torch warns of weights that are copied to a model without memory
@@ -102,13 +102,13 @@ def test_a_run_of_days_on_a_cpu_is_told_what_is_shorter(data, out):
     assert "note: That takes more than a day. Use --preset quickstart" in said
 
 
-def test_each_optimizer_is_named_with_the_rate_that_was_set(data, out, tmp_path):
+def test_each_optimizer_is_named_with_the_rate_that_was_set(data, out):
     """By hand: 12 * 32**2 in the matrices of each of 2 blocks. A branch and a resume are not told how far
     the rates have decayed.
     """
     options = dict(optimizer="muon", schedule="wsd", muon_lr=0.07)
     said = [train(data, out, max_steps=4, **options)]
-    said.append(train(data, tmp_path / "branch", branch_from=out, max_steps=5, **options))
+    said.append(train(data, "branch", branch_from=out, max_steps=5, **options))
     (out / "model_00004.pt").unlink()
     said.append(train(data, out, max_steps=4, **options))
     for text in said:
