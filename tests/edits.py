@@ -292,15 +292,19 @@ LORA = {
 }
 
 
-def recipe(words):
-    """The first diff after these words in records/README.md, {text in train_gpt2.py: what takes its place}."""
-    text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
-    diff = text.split("```diff\n")[1].split("```")[0]
+def edits_of(diff):
+    """{text in train_gpt2.py: what takes its place} of a diff's hunks."""
     changes = {}
     for hunk in re.split("(?m)^@@.*\n", diff)[1:]:
         before = re.sub(r"(?m)^\+.*\n|^[ -]", "", hunk)
         changes[before] = re.sub(r"(?m)^-.*\n|^[ +]", "", hunk)
     return changes
+
+
+def recipe(words):
+    """The edits of the first diff after these words in records/README.md."""
+    text = (ROOT / "records" / "README.md").read_text(encoding="utf-8").split(words)[1]
+    return edits_of(text.split("```diff\n")[1].split("```")[0])
 
 
 STEPS = "    for optimizer in optimizers:\n        if not overflow:"

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import contamination
 import fineweb
@@ -23,7 +24,7 @@ from bench import __main__ as bench
 from torch.distributed.run import get_args_parser, parse_args
 
 from corpora import write, write_texts
-from edits import Changed, write_trainer
+from edits import Changed, edits_of, write_trainer
 from harness import ROOT, examples_file, flags, forked_torchrun, make_shards, read_log, refusal_of, run, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -171,20 +172,10 @@ def test_every_command_is_run_or_has_a_reason():
     assert {entry(command) for command in commands()} == listed
 
 
-def write_changed_trainers(folder):
-    """The copies of train_gpt2.py that the text's diffs make."""
-    changes = r"(?ms)^--- train_gpt2.py\n\+\+\+ (\w+.py)\n(.*?)^(?=---|```)"
-    for name, diff in re.findall(changes, TEXT):
-        edits = {}
-        for hunk in re.split(r"(?m)^@@ .* @@\n", diff)[1:]:
-            before = re.sub(r"(?m)^\+.*\n|^[ -]", "", hunk)
-            edits[before] = re.sub(r"(?m)^-.*\n|^[ +]", "", hunk)
-        write_trainer(folder / name, edits)
-
-
-def make_inputs(folder):
-    """The files that the reader is supposed to have, in the working folder."""
-    write_changed_trainers(folder)
+def make_inputs():
+    """The files that the reader is supposed to have, and the copies of train_gpt2.py that the text's diffs make."""
+    for name, diff in re.findall(r"(?ms)^--- train_gpt2.py\n\+\+\+ (\w+.py)\n(.*?)^(?=---|```)", TEXT):
+        write_trainer(Path(name), edits_of(diff))
     text = 80 * "ROMEO:\nWhat light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n\n"
     write("tinyshakespeare.txt", text)
     for name in ("texts", "tests", "plumbing/data"):
@@ -196,7 +187,7 @@ def make_inputs(folder):
     write("docs.txt", 6 * text)
     for name in ("docs", "python_docs"):
         assert status_of(fineweb.main, ["--input", "docs.txt", *BYTES, "--out-dir", name]) == 0
-    examples_file(folder, ["A man"])
+    examples_file(Path(), ["A man"])
     (conversation,) = re.findall(r"```json\n(.*\n)```", README)
     write("chats.jsonl", conversation * 200)
 
@@ -207,20 +198,19 @@ def shape_of(line):
     return " ".join(re.sub(r"\d[\d,.:e-]*(K| m?s)?\b", "#", head).split())
 
 
-def torchrun(folder, command, added):
+def torchrun(command, added):
     """What torchrun does with a command of the text, but with two processes on this machine."""
-    os.chdir(folder)
     words = parse_args(command[1:]).training_script_args
     forked_torchrun(train_gpt2.main, [*words, *added])
 
 
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
-    """A function that makes a journey in tmp_path, command by command, and returns all that was printed."""
+    """A function that makes a journey, command by command, and returns all that was printed."""
 
     def run_command(command, added):
         if command.startswith("torchrun"):
-            [said] = run(torchrun, tmp_path, shlex.split(command), added)
+            [said] = run(torchrun, shlex.split(command), added)
             return said
         _, program, *args = shlex.split(command)
         monkeypatch.setattr(sys, "argv", [program])
@@ -242,7 +232,7 @@ def reader(tmp_path, monkeypatch):
         return printed
 
     monkeypatch.syspath_prepend(tmp_path)
-    make_inputs(tmp_path)
+    make_inputs()
     return travel
 
 
