@@ -1,9 +1,10 @@
-"""A run cannot be lost: killed anywhere, stopped by signals, moved to other ranks, its files torn.
+"""A run cannot be lost: killed anywhere, stopped by signals, moved to other ranks, its files torn or not its own.
 
 What a run must give is what an uninterrupted run of the same command gave: bit for bit on one process.
 It is finished when its export holds the weights of its last checkpoint, and otherwise exported again.
 """
 
+import errno
 import functools
 import itertools
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 import train_gpt2
 from plumbing.data import tokenizers
+from plumbing.files import lock_folder
 from plumbing.run import checkpoint as checkpoints
 from plumbing.run.checkpoint import load_checkpoint, newest_checkpoint
 from plumbing.run.huggingface import export_huggingface
@@ -435,3 +437,99 @@ def test_a_run_that_ends_with_a_validation_loss_that_is_no_number_keeps_the_chec
         train(folder, out, keep_checkpoints=1)
     assert steps_of(out) == [8, 12]
     assert load_checkpoint(out / "model_00008.pt")["model"]["lm_head.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"resume": False}, {"seed": 7}])
+def test_a_folder_belongs_to_one_process(changes, folder, stopped):
+    """Nothing is looked at before the folder is locked."""
+    with lock_folder(stopped):
+        before = listing(".")
+        refused_run(OPTIONS | dict(data=folder, out_dir=stopped) | changes, f"{stopped} is in use by another process")
+        assert listing(".") == before
+
+
+def test_a_folder_that_becomes_another_one_meanwhile_is_written_no_more(folder, straight, stopped):
+    shutil.copytree(straight, "others")
+
+    def replace(step, parts):
+        if not stopped.is_symlink():
+            stopped.rename("moved")
+            stopped.symlink_to("others")
+
+    with at_steps(replace):
+        refused_run(OPTIONS | dict(data=folder, out_dir=stopped), "has been moved or replaced")
+    assert listing("others") == listing(straight)
+
+
+def test_what_a_run_does_not_continue_is_moved_aside(folder, straight, stopped):
+    """The log of a run that was stopped before its first checkpoint, and best weights, of another run or not."""
+    for path in stopped.glob("model_*.pt"):
+        path.unlink()
+    shutil.copy(straight / "model_00008.pt", stopped / "model_best.pt")
+    before = listing(stopped)
+    said = train(folder, stopped, seed=7, **OPTIONS)
+    assert listing("out.1") == before
+    assert read_log(stopped, "val")[0] != read_log(straight, "val")[0]  # a seed has its own weights
+    assert "Moved log.txt, model_best.pt, run.txt, samples.txt, train_gpt2-" in said
+
+
+def test_files_of_others_survive_a_run_in_their_folder(folder, monkeypatch):
+    """--out-dir . in a folder full of other things, with and without --no-resume.
+
+    A run that has logged nothing leaves nothing that the first one would move aside.
+    """
+    os.makedirs("mine/film.part")
+    monkeypatch.chdir("mine")
+    for name in ("film.part/reel", "disk.part", "meta.json", "model_5.pt", "other.pt", "shard_train_000001.npy"):
+        Path(name).write_text("dear", encoding="utf-8")
+    before = listing(".")
+    Path("log.txt").touch()
+    Path("run.txt").write_bytes(b"caf\xe9\n")  # notes of the user's
+    for changes in ({}, {"resume": False}):
+        train(folder, ".", max_steps=1, **changes)
+        after = listing(".")
+        assert {name: after.get(name) for name in before} == before
+    assert Path("../mine.1/model_00001.pt").exists()
+    assert Path("../mine.1/run.txt").read_bytes().startswith(b"caf\xe9\n")
+
+
+def test_damaged_lines_of_a_log_are_counted(folder, straight, stopped):
+    log = stopped / "log.txt"
+    lines = log.read_bytes().splitlines(keepends=True)
+    odd = [b"\n", b"\0" * 50 + b"\n", "0 caf\u00e9 1\n".encode("latin-1"), b"1 train 0.1 0.2\n"]
+    log.write_bytes(b"".join([*odd, b"0 norm inf\n", *lines]))  # float16 skips a step whose norm is infinite
+    assert f"{len(odd)} damaged lines" in train(folder, stopped, **OPTIONS)
+    assert log.read_text(encoding="utf-8").startswith("0 norm inf\n")
+    log.write_bytes(log.read_bytes().removeprefix(b"0 norm inf\n"))
+    assert_same_run(stopped, straight)
+
+
+@needs("mkfifo")
+@pytest.mark.parametrize("name", ["run.txt", "log.txt", "samples.txt", "model_00008.pt"])
+def test_what_is_no_regular_file_is_one_line(name, folder, stopped):
+    """It is not waited for, nor replaced: the run goes on before such a checkpoint, and cannot write its own."""
+    (stopped / name).unlink()
+    os.mkfifo(stopped / name)
+    refused_run(OPTIONS | dict(data=folder, out_dir=stopped), f"{name} is a")
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("refuses", ["mkdir", "rename"])
+def test_where_nothing_can_be_moved_out_of_a_folder_it_is_moved_aside_inside(refuses, folder, stopped, monkeypatch):
+    """The folder is a mount point, so that a rename crosses to another disk, or its parent belongs to someone else."""
+    outside, original = stopped.resolve().with_name("out.1"), getattr(Path, refuses)
+    moved = []  # the first file can be moved
+
+    def refuse_outside(path, *args, **options):
+        leaves = outside in Path(*args).parents
+        if path == outside or (leaves and moved):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        if leaves:
+            moved.append(path)
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(Path, refuses, refuse_outside)
+    train(folder, stopped, resume=False, **OPTIONS)
+    assert (stopped / "old.1" / "log.txt").exists()
+    assert (stopped / "hf").exists()
+    assert not outside.exists()
