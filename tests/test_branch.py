@@ -36,7 +36,6 @@ from harness import (
     steps_of,
     tiny_flags,
     train,
-    wait_for_checkpoint,
     write_half,
 )
 
@@ -157,13 +156,6 @@ FRESH = {
 }
 
 
-def killed_before_the_first_step(args):
-    """Train, and be killed when the first checkpoint is there."""
-    wait = wait_for_checkpoint(args[args.index("--out-dir") + 1], 8)
-    with die_at(train_gpt2, "train_step", lambda *args: True, wait):
-        train_gpt2.main(args)
-
-
 @pytest.mark.parametrize("name", FRESH)
 def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stopped(name, folder, parent):
     """Also where it is stopped before its first step, and continued by its folder alone, then by the command that it
@@ -179,7 +171,7 @@ def test_a_branch_says_which_state_it_starts_without_and_ends_as_if_never_stoppe
     assert f"the run reads {128 * steps:,}" in said
     weights = load_checkpoint(parent / "model_00008.pt")
     assert_same_tensors(load_checkpoint("out/model_00008.pt")["model"], weights["model"])
-    run(killed_before_the_first_step, tiny_flags(out_dir="stopped", **options), ends=[KILLED])
+    run(killed_at, 8, 8, tiny_flags(out_dir="stopped", **options), ends=[KILLED])
     [said] = run(signalled_in, "evaluate_val_loss", 1, 0, ["--out-dir", "stopped"])
     assert "Stopped after 8 steps." in said
     assert status_of(train_gpt2.main, printed_commands(said)[-1][2:]) == 0

@@ -17,18 +17,6 @@ def rows_of(printed):
     return dict(re.findall(r"(?m)^(\w+): +(.+)$", printed))
 
 
-@pytest.fixture
-def dry_run():
-    """A function that returns what a dry run of the tiny run with these changes prints."""
-
-    def run_dry(data="none", **changes):
-        args = tiny_flags(data, "out", dry_run=True, **changes)
-        _, said, _ = refusal_of(train_gpt2.main, *args)
-        return said
-
-    return run_dry
-
-
 @pytest.mark.gpt2
 def test_the_account_of_gpt2():
     """By hand: 124,475,904 parameters of 16 bytes; for each of 10**10 tokens 6 FLOPs for each parameter in a matmul,
@@ -46,12 +34,13 @@ def test_the_account_of_gpt2():
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize("shard, memory, is_told", [(True, "6.5 MB", False), (False, "52 MB", True)])
-def test_an_account_answers_for_another_machine(shard, memory, is_told, dry_run):
+def test_an_account_answers_for_another_machine(shard, memory, is_told):
     """By hand: 4 * (12 * 256**2 + 13 * 256) parameters in the blocks, 512 in ln_f and 256 * (320 + 32), of 16 bytes,
     on 8 cards of 40 MB or in shares of an eighth. Of 12 steps every third has a milestone.
     """
     shape = dict(n_layer=4, n_embd=256, vocab_size=320, batch_size=1, total_batch_size=256)
-    printed = dry_run(gpus=8, gpu_memory=0.04, shard=shard, milestone_every=3, keep_best=True, **shape)
+    machine = dict(dry_run=True, gpus=8, gpu_memory=0.04, shard=shard)
+    printed = train("none", "out", milestone_every=3, keep_best=True, **machine, **shape)
     said = rows_of(printed)
     assert said["model"].startswith("3,249,664 parameters on 8 x GPU of 0.04 GB")
     assert said["memory"].startswith(f"{memory} for weights, gradients and optimizer")
@@ -63,7 +52,7 @@ def test_an_account_answers_for_another_machine(shard, memory, is_told, dry_run)
     assert "A100" not in printed and "compute-optimal" not in printed
 
 
-def test_another_machine_is_asked_about_in_a_dry_run_only(dry_run):
+def test_another_machine_is_asked_about_in_a_dry_run_only():
     assert "add --dry-run" in refusal_of(train_gpt2.main, *tiny_flags("none", "out", gpus=2))[2]
 
 
@@ -87,9 +76,9 @@ def test_a_branch_reads_on_in_its_parents_passes(data, out, recwarn):
     assert not [warning.message for warning in recwarn.list if warning.category is UserWarning]
 
 
-def test_a_model_that_is_larger_than_the_free_memory_is_told_before_the_run(dry_run, monkeypatch):
+def test_a_model_that_is_larger_than_the_free_memory_is_told_before_the_run(monkeypatch):
     monkeypatch.setattr(devices, "free_memory", lambda device: 10e6)
-    assert "That is more than the 10 MB free here. With --shard" in dry_run()
+    assert "That is more than the 10 MB free here. With --shard" in train("none", "out", dry_run=True)
 
 
 def test_a_run_of_days_on_a_cpu_is_told_what_is_shorter(data, out):
@@ -125,7 +114,7 @@ def test_what_another_optimizer_keeps_is_counted_after_the_first_step(changed, d
     (parameters,) = re.findall(r"optimizer: +SGD for ([\d,]+) parameters, --max-lr 0.003", said)
     num_bytes = 4 * int(parameters.replace(",", ""))
     assert f"state takes {size(num_bytes)}, and not {size(2 * num_bytes)} as the account above assumes" in said
-    assert "as the account above" not in train(data, out.with_name("muon"), optimizer="muon", max_steps=2)
+    assert "as the account above" not in train(data, "muon", optimizer="muon", max_steps=2)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
