@@ -173,16 +173,7 @@ def kill_again_and_again(function, *args):
         run(call_and_die, number, function, *args, ends=[KILLED])
 
 
-def make_here(*inputs, **options):
-    """Make shards in the current folder."""
-    return make(Path(), *inputs, **options)
-
-
-def make(tmp_path, *inputs, name="out", **options):
-    """Make shards of these files, with the byte tokenizer. Returns their folder."""
-    settings = {
-        "input": tuple(map(str, inputs)),
-        "out_dir": str(tmp_path / name),
-        "tokenizer": "bytes",
-    }
+def make_here(*inputs, name="out", **options):
+    """Make shards of these files in the current folder, with the byte tokenizer. Returns their folder."""
+    settings = dict(input=tuple(map(str, inputs)), out_dir=str(name), tokenizer="bytes")
     return Path(prepare(Options(**settings | options)))

@@ -5,7 +5,7 @@ import http.server
 import json
 import threading
 import urllib.parse
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import datasets
 import huggingface_hub
@@ -149,14 +149,15 @@ class Server(http.server.ThreadingHTTPServer):
         self.server_close()
 
 
-def configure(url, monkeypatch, folder):
-    """Make this the hub of the clients in this process, with a cache of its own in `folder`."""
+def configure(url, monkeypatch):
+    """Make this the hub of the clients in this process, with a cache in the current folder."""
+    cache = Path(".hf").absolute()
     values = {
         "ENDPOINT": url,
         "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_OFFLINE": False,
-        "HF_HUB_CACHE": str(folder / "hub"),
-        "HF_TOKEN_PATH": str(folder / "token"),
+        "HF_HUB_CACHE": str(cache / "hub"),
+        "HF_TOKEN_PATH": str(cache / "token"),
         "HF_HUB_DISABLE_XET": True,
     }
     for name, value in values.items():

@@ -20,7 +20,7 @@ from plumbing.run import checks, source_code
 from plumbing.run.checkpoint import load_checkpoint
 from plumbing.run.logs import read_starts
 
-from corpora import make, train_small
+from corpora import make_here, train_small
 from edits import (
     EDITS,
     GELU,
@@ -507,7 +507,7 @@ def with_tokenizers(folder):
     tokenizers.write_encoding(train_small("gpt2"), path)
     text = folder.parent / "text.txt"
     text.write_text("abcdefghijklmnop the ponds " * 400)
-    trainer.data = make(folder.parent, text, name="other", tokenizer=str(path))
+    trainer.data = make_here(text, name=folder.parent / "other", tokenizer=str(path))
     return trainer
 
 

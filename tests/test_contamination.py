@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from plumbing.data import tokenizers
 
-from corpora import corpus, make, read, train_small, write, write_rows, write_texts
+from corpora import corpus, make_here, read, train_small, write, write_rows, write_texts
 from harness import change_meta, make_shards, refused
 
 
@@ -18,12 +18,14 @@ def grams(tokens):
     return {tuple(tokens[i : i + 13]) for i in range(len(tokens) - 12)}
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory):
-    """(a folder with texts and examples, the examples). Some texts quote an example, whole or in part."""
-    folder = tmp_path_factory.mktemp("planted")
+# of shards of 20 tokens, most of the quoted runs begin in one shard and end in another
+@pytest.mark.parametrize("shard_size", [10**6, 20])
+def test_what_is_found_is_what_a_comparison_of_all_runs_finds(shard_size, monkeypatch):
+    """Some texts quote an example, whole or in part."""
+    monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
+    monkeypatch.setattr(contamination, "BLOCK", 50)
     enc = train_small("gpt2")
-    tokenizers.write_encoding(enc, folder / "small.tiktoken")
+    tokenizers.write_encoding(enc, "small.tiktoken")
     rng = random.Random(0)
     words = sorted(filter(str.isalpha, " ".join(corpus()).split()))
 
@@ -38,25 +40,14 @@ def planted(tmp_path_factory):
         texts[i] += f" {whole} {nonsense(9)}"
         part = " ".join(examples[i + 2]["ctx"].split()[:5])  # some 16 tokens
         texts[i + 2] += f" {part} {nonsense(9)}"
-    write_texts(folder / "texts.jsonl", texts)
-    write_rows(folder / "eval.jsonl", examples)
-    return folder, examples
-
-
-# of shards of 20 tokens, most of the quoted runs begin in one shard and end in another
-@pytest.mark.parametrize("shard_size", [10**6, 20])
-def test_what_is_found_is_what_a_comparison_of_all_runs_finds(tmp_path, planted, shard_size, monkeypatch):
-    monkeypatch.setattr(contamination, "TABLE_BITS", 12)  # nearly every token gets a second look
-    monkeypatch.setattr(contamination, "BLOCK", 50)
-    folder, examples = planted
-    options = dict(tokenizer=str(folder / "small.tiktoken"), shard_size=shard_size)
-    shards = make(tmp_path, folder / "texts.jsonl", **options)
-    found = set(contamination.report(shards, folder / "eval.jsonl"))
+    path = write_texts("texts.jsonl", texts)
+    shards = make_here(path, tokenizer="small.tiktoken", shard_size=shard_size)
+    found = set(contamination.report(shards, write_rows("eval.jsonl", examples)))
     known = grams(read(shards).tolist())
     expected = set()
     for number, example in enumerate(examples, 1):
         for ending in example["endings"]:
-            ids = train_small("gpt2").encode_ordinary(f"{example['ctx']} {ending}")
+            ids = enc.encode_ordinary(f"{example['ctx']} {ending}")
             if known & grams(ids):
                 expected.add(number)
     assert found == expected

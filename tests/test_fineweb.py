@@ -23,7 +23,6 @@ from corpora import (
     documents,
     holds,
     kill_again_and_again,
-    make,
     make_here,
     random_texts,
     read,
@@ -191,22 +190,22 @@ def test_neither_cores_nor_batches_change_a_byte(path, monkeypatch):
     assert listing(make_small(path, name="more/out", num_proc=5)) == one
 
 
-def measure_memory(tmp_path):
+def measure_memory():
     """Print the peak of memory for inputs of 2, 2 and 10 MB: the first one also imports what is imported late."""
     preparation.BATCH_BYTES = 100_000
     preparation.QUEUE_BYTES = 400_000
     for number, count in enumerate((10, 10, 50)):
         rows = [{"text": "A text."}, *[{"text": "x" * 100_000}, {"other": "x" * 100_000}] * count]
-        path = write_rows(tmp_path / f"{count}.jsonl", rows)
+        path = write_rows(f"{count}.jsonl", rows)
         tracemalloc.start()
-        make(tmp_path, path, name=f"out{number}", shard_size=200_000, num_proc=4)
+        make_here(path, name=f"out{number}", shard_size=200_000, num_proc=4)
         print("peak", tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
 
 
-def test_memory_does_not_grow_with_the_input(tmp_path):
+def test_memory_does_not_grow_with_the_input():
     """Neither that of texts nor that of rows that are left out. No other test's threads are in that process."""
-    [said] = run(measure_memory, tmp_path)
+    [said] = run(measure_memory)
     _, small, large = map(int, re.findall(r"peak (\d+)", said))
     assert large < small + 3_000_000
 
@@ -214,19 +213,18 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
 # ----- The same command again ---------------------------------------------------------------------------
 
 
-def make_in_small_blocks(tmp_path, name, path, max_tokens):
+def make_in_small_blocks(name, path, max_tokens):
     with patched(preparation, "BATCH_BYTES", 1000), patched(readers, "BLOCK_CHARS", 1000):
-        return make(tmp_path, path, name=f"{name}/out", shard_size=2000, max_tokens=max_tokens)
+        return make_here(path, name=f"{name}/out", shard_size=2000, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize("name, max_tokens", [("a.jsonl", 30_000), ("a.txt", 0)])
-def test_after_kills_the_same_command_ends_with_the_same_bytes(tmp_path, path, name, max_tokens):
+def test_after_kills_the_same_command_ends_with_the_same_bytes(path, name, max_tokens):
     write("a.txt", "\n".join(TEXTS))
-    path = Path(name).absolute()  # the processes are in another folder
-    whole = listing(make_in_small_blocks(tmp_path, "whole", path, max_tokens))
+    whole = listing(make_in_small_blocks("whole", name, max_tokens))
     assert len(whole) > 8
-    kill_again_and_again(make_in_small_blocks, tmp_path, "killed", path, max_tokens)
-    assert listing(make_in_small_blocks(tmp_path, "killed", path, max_tokens)) == whole
+    kill_again_and_again(make_in_small_blocks, "killed", name, max_tokens)
+    assert listing(make_in_small_blocks("killed", name, max_tokens)) == whole
 
 
 def test_a_folder_is_locked_only_while_what_is_missing_is_made(path, output):
@@ -347,7 +345,7 @@ def test_a_quick_start_whose_shards_are_half_made_finishes_them(monkeypatch):
 # ----- Importing ----------------------------------------------------------------------------------------
 
 
-def test_importing_runs_nothing_and_a_text_needs_no_large_library(tmp_path):
+def test_importing_runs_nothing_and_a_text_needs_no_large_library():
     """They take seconds, and of the addresses that a cluster allows (ulimit -v) more than there may be."""
     code = (
         "import os, socket, sys\n"
@@ -360,7 +358,7 @@ def test_importing_runs_nothing_and_a_text_needs_no_large_library(tmp_path):
         "slow = {'datasets', 'transformers', 'torch', 'pyarrow', 'huggingface_hub', 'tokenizers'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("[]\n")
 
@@ -438,31 +436,23 @@ BAD_INPUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def bad_inputs(tmp_path_factory):
-    """A folder with what BAD_INPUTS name."""
-    folder = tmp_path_factory.mktemp("bad")
-    write_texts(folder / "good.jsonl", TEXTS)
+@pytest.mark.parametrize("words", BAD_INPUTS)
+def test_bad_input_is_refused_in_one_line(words, monkeypatch):
+    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
+    write_texts("good.jsonl", TEXTS)
     contents = {
-        "keys.json": b'{"data": [{"text": "a"}]}',
-        "doc.json": b'{"title": "T", "body": "B", "doc": {"content": {"text": "D"}}}',
-        "clone/README.md": b"---\nlicense: mit\n---\n",
-        "clone/test.jsonl": b'{"text": "not this"}',
-        "saved/state.json": b"{}",
+        "keys.json": '{"data": [{"text": "a"}]}',
+        "doc.json": '{"title": "T", "body": "B", "doc": {"content": {"text": "D"}}}',
+        "clone/README.md": "---\nlicense: mit\n---\n",
+        "clone/test.jsonl": '{"text": "not this"}',
+        "saved/state.json": "{}",
     }
     for name, content in contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
-@pytest.mark.parametrize("words", BAD_INPUTS)
-def test_bad_input_is_refused_in_one_line(bad_inputs, words, monkeypatch):
-    monkeypatch.chdir(bad_inputs)
-    monkeypatch.setattr(downloads, "RETRY_SECONDS", 0)
-    before = listing(bad_inputs)
+        Path(name).parent.mkdir(exist_ok=True)
+        write(name, content)
+    before = listing(".")
     defaults = ["--tokenizer", "bytes"] * ("--tokenizer" not in words)
     defaults += ["--out-dir", "out"] * ("--out-dir" not in words)
     line = refused(fineweb.main, *shlex.split(words), *defaults)
     assert all(said in line for said in BAD_INPUTS[words].split(" & ")), line
-    assert listing(bad_inputs) == before
+    assert listing(".") == before

@@ -1,6 +1,7 @@
 """Several folders of data: exact shares in an order that is computed, a loss for each, and exact resumes."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,9 +78,9 @@ def test_each_folder_is_read_without_replacement_over_its_own_epochs(shuffle, fo
     assert len(of_docs) == len(set(of_docs)) == 84
 
 
-def test_folders_of_one_size_are_read_in_different_orders(tmp_path):
+def test_folders_of_one_size_are_read_in_different_orders():
     """As two languages of one text may be."""
-    folders = [make_shards(tmp_path / name, (2000, 1000)) for name in ("en", "de")]
+    folders = [make_shards(name, (2000, 1000)) for name in ("en", "de")]
     rows = rows_read(DataLoaderLite(folders, "train", 2, 16, weights=(1, 1), seed=5, shuffle=True), 62)
     first, second = rows[0::2], rows[1::2]
     assert first != second
@@ -108,9 +109,9 @@ def whole(folders):
     return out_dir
 
 
-def test_a_dry_run_says_how_often_each_folder_is_read(folders, tmp_path):
+def test_a_dry_run_says_how_often_each_folder_is_read(folders, out):
     """The run reads 12 * 128 tokens, by the shares; the folders have 187 + 106, 56 and 24 windows of 16."""
-    said = train(folders, tmp_path, dry_run=True, **OPTIONS)
+    said = train(folders, out, dry_run=True, **OPTIONS)
     assert "/docs: 4,688 tokens, 50.0% of the run, 0.16 passes" in said
     assert "/chats: 896 tokens, 30.0% of the run, 0.51 passes" in said
     assert "/code: 384 tokens, 20.0% of the run, 0.8 passes" in said
@@ -135,44 +136,44 @@ def test_the_loss_of_a_mixture_is_the_mean_by_its_shares(whole):
         assert_is_mean(whole, stream, WEIGHTS)
 
 
-def test_the_loss_of_folders_without_shares_is_the_mean_by_their_training_windows(folders, tmp_path):
+def test_the_loss_of_folders_without_shares_is_the_mean_by_their_training_windows(folders, out):
     """Of 187 + 106, 56 and 24 windows. The console shows each folder's."""
-    said = train(folders, tmp_path, val_every=1, max_steps=1)
-    assert_is_mean(tmp_path, "val", (293, 56, 24))
-    shown = [f"{name} {losses(tmp_path, f'val/{name}')[1]:.4f}" for name in ("docs", "chats", "code")]
-    assert f"step     1 | val loss {losses(tmp_path, 'val')[1]:.4f} | {', '.join(shown)}\n" in said
+    said = train(folders, out, val_every=1, max_steps=1)
+    assert_is_mean(out, "val", (293, 56, 24))
+    shown = [f"{name} {losses(out, f'val/{name}')[1]:.4f}" for name in ("docs", "chats", "code")]
+    assert f"step     1 | val loss {losses(out, 'val')[1]:.4f} | {', '.join(shown)}\n" in said
     assert ": 384 tokens, 6.4% of the run" in said
 
 
-def test_the_loss_of_folders_in_an_evaluation_is_the_mean_by_their_validation_windows(folders, whole, tmp_path):
+def test_the_loss_of_folders_in_an_evaluation_is_the_mean_by_their_validation_windows(folders, whole):
     """Of 62, 43 and 49 windows. Each folder's is its loss alone."""
-    train(folders, tmp_path / "all", init_from=whole, max_steps=0)
-    assert_is_mean(tmp_path / "all", "val", (62, 43, 49))
-    train(folders[1], tmp_path / "one", init_from=whole, max_steps=0)
-    assert losses(tmp_path / "one", "val") == pytest.approx(losses(tmp_path / "all", "val/chats"), abs=1e-4)
+    train(folders, "all", init_from=whole, max_steps=0)
+    assert_is_mean("all", "val", (62, 43, 49))
+    train(folders[1], "one", init_from=whole, max_steps=0)
+    assert losses("one", "val") == pytest.approx(losses("all", "val/chats"), abs=1e-4)
 
 
-def test_a_branch_on_other_folders_ends_after_a_kill_as_if_never_interrupted(folders, whole, tmp_path):
+def test_a_branch_on_other_folders_ends_after_a_kill_as_if_never_interrupted(folders, whole):
     changes = dict(data_weights=(0, 1), branch_from=whole / "model_00008.pt", checkpoint_every=2)
     options = OPTIONS | changes
-    train(folders[:2], tmp_path / "branch", **options)
-    run(killed_at, 11, 10, tiny_flags(folders[:2], tmp_path / "again", **options), ends=[KILLED])
-    train(folders[:2], tmp_path / "again", **options)
-    assert log_lines(tmp_path / "again") == log_lines(tmp_path / "branch")
+    train(folders[:2], "branch", **options)
+    run(killed_at, 11, 10, tiny_flags(folders[:2], "again", **options), ends=[KILLED])
+    train(folders[:2], "again", **options)
+    assert log_lines("again") == log_lines("branch")
 
 
-def test_a_folder_that_is_named_twice_is_refused(folders, out, tmp_path):
-    root = shutil.copytree(folders[0].parent, tmp_path / "root")
-    (root / "link").symlink_to(root / "docs")
+def test_a_folder_that_is_named_twice_is_refused(folders, out):
+    root = shutil.copytree(folders[0].parent, Path("root"))
+    (root / "link").symlink_to("docs")
     for again in ("docs", "docs/", "chats/../docs", "link"):
         data = (root / "docs", root / "chats", f"{root}/{again}")
         refused_run(dict(data=data, out_dir=out), "names a folder twice")
 
 
 @pytest.fixture
-def two(folders, tmp_path):
+def two(folders):
     """A folder, and a copy of another one, to be changed."""
-    return folders[0], shutil.copytree(folders[2], tmp_path / "other")
+    return folders[0], shutil.copytree(folders[2], Path("other"))
 
 
 def test_folders_of_other_tokenizers_are_refused(two, out):

@@ -143,7 +143,7 @@ def test_every_conversation_is_whole_in_one_split_and_its_answer_learned(count, 
     assert Folder(folder).enc.name == "bytes+chat"
 
 
-def prepare_odd(tmp_path, name):
+def prepare_odd(name):
     """Shards of conversations of which some are left out, some cut, and some not to be learned, in two files."""
     rows = chats_of(130)
     for i in range(0, 127, 7):
@@ -152,14 +152,13 @@ def prepare_odd(tmp_path, name):
         rows[i + 1]["messages"] += talk("and?", "B" * 60)
         rows[i + 2]["messages"].append(message("assistant", "C", weight=0))
         rows[i + 3]["messages"].pop()
-    files = [write_rows(tmp_path / f"{number}.jsonl", rows[65 * number : 65 * number + 65]) for number in (0, 1)]
-    settings = dict(out_dir=str(tmp_path / name / "out"), tokenizer="bytes", max_length=64, shard_size=200)
+    write_rows("b.jsonl", rows[65:])
     with patched(preparation, "BATCH_BYTES", 1000):
-        return Path(prepare(Options(input=tuple(map(str, files)), **settings)))
+        return prepare_rows(rows[:65], "a.jsonl", input=("[ab].jsonl",), out_dir=f"{name}/out", shard_size=200)
 
 
-def test_after_kills_the_same_command_ends_with_the_same_bytes_and_notes(tmp_path, output):
-    whole = listing(prepare_odd(tmp_path, "whole"))
+def test_after_kills_the_same_command_ends_with_the_same_bytes_and_notes(output):
+    whole = listing(prepare_odd("whole"))
     _, said = output().split("\nin ")
     said = said.partition("Next")[0]
     assert "messages to and from tools left out" in said
@@ -167,17 +166,17 @@ def test_after_kills_the_same_command_ends_with_the_same_bytes_and_notes(tmp_pat
     assert "conversations cut after the last answer that fits" in said
     assert "rows left out. Line 4 of" in said
     assert "\nnot read: mood (" in said
-    kill_again_and_again(prepare_odd, tmp_path, "killed")
-    assert listing(prepare_odd(tmp_path, "killed")) == whole
+    kill_again_and_again(prepare_odd, "killed")
+    assert listing(prepare_odd("killed")) == whole
     assert said in output()
     os.truncate("killed/out/out_train_000003.mask", 100)
-    assert listing(prepare_odd(tmp_path, "killed")) == whole
+    assert listing(prepare_odd("killed")) == whole
 
 
 @pytest.mark.parametrize("gone", ["*.mask", "*_val_*.mask", "*_train_000002.mask"])
-def test_chats_without_their_masks_are_not_trained_on(tmp_path, gone):
+def test_chats_without_their_masks_are_not_trained_on(gone):
     """They were trained on, to say the user's words."""
-    folder = prepare_odd(tmp_path, "one")
+    folder = prepare_odd("one")
     for mask in folder.glob(gone):
         mask.unlink()
     if gone == "*_val_*.mask":  # a meta.json made by hand need not mention masks
@@ -226,10 +225,10 @@ for flag in smoltalk.FLAGS:
 
 
 @pytest.mark.parametrize("row, reason", UNUSABLE)
-def test_a_row_that_is_no_conversation_is_left_out(row, reason, capsys):
+def test_a_row_that_is_no_conversation_is_left_out(row, reason, output):
     folder = prepare_rows([*chats_of(24), row])
     assert read_meta(folder)["documents"] == 24
-    assert f"note: 1 row left out. Line 25 of chats.jsonl {reason}" in capsys.readouterr().out
+    assert f"note: 1 row left out. Line 25 of chats.jsonl {reason}" in output()
 
 
 UA = talk("U\n\nV", "A")
