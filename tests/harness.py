@@ -445,7 +445,8 @@ def run(function, *args, ranks=0, ends=None, timeout=250):
                 environment |= dict(WORLD_SIZE=f"{ranks}", LOCAL_WORLD_SIZE=f"{ranks}")
                 environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
             started.append(processes.Process(target=child, args=(function, args, output, environment, os.getcwd())))
-            with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):  # the first one starts the server
+            # the first one starts the server, which imports the trainer, and a test's folder may have a changed one
+            with mock.patch.dict(os.environ, ENVIRONMENT, clear=True), contextlib.chdir(ROOT):
                 started[-1].start()
         for process in started:
             process.join(timeout)

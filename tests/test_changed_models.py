@@ -115,22 +115,22 @@ def test_a_changed_model_lives_the_life_of_a_run(name, changed, data, tmp_path):
     options = dict(dropout=0.1) if "field" in name else {}
     [said] = run(live, path, tmp_path, data, options)
     is_gpt2 = name in STILL_GPT2
-    assert (tmp_path / "whole" / "hf").exists() == is_gpt2
+    assert Path("whole/hf").exists() == is_gpt2
     assert (" was written. The model" in said) == (not is_gpt2)
     assert ("state that is not a tensor, transformer.h.0." in said) == (name == "buffers")
     assert "is not the cross-entropy of the logits" not in said
 
 
 @pytest.mark.parametrize("begin", ["branch_from", "init_from"])
-def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(begin, changed, tmp_path):
+def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(begin, changed):
     """As with rotary embeddings: it learns from longer sequences. Its tables of positions are as long."""
     trainer = changed(ROTARY | TABLES)
     trainer.train("parent", max_steps=6, checkpoint_every=0)
-    trainer.train(block_size=64, sequence_length=64, **{begin: tmp_path / "parent"})
+    trainer.train(block_size=64, sequence_length=64, **{begin: "parent"})
     weights = trainer.saved("out")["model"]
     assert torch.equal(weights["transformer.h.1.attn.sines"], torch.arange(64)[:, None].sin())
     assert torch.equal(weights["transformer.h.1.attn.causal"], torch.ones(64, 64).tril().bool())
-    assert losses(tmp_path / "out", "val")[-1] < losses(tmp_path / "parent", "val")[-1]
+    assert losses("out", "val")[-1] < losses("parent", "val")[-1]
 
 
 FEW_STEPS = dict(max_steps=2, checkpoint_every=1, val_every=0)
@@ -153,7 +153,7 @@ def test_what_another_version_has_saved_and_does_not_fit_is_refused(name, change
     (out / "model_00002.pt").unlink()
     before = listing(tmp_path)
     for flag, reason in UNFIT[name].items():
-        refused_run(FEW_STEPS | dict(data=data, out_dir=tmp_path / "new") | {flag: out}, reason)
+        refused_run(FEW_STEPS | dict(data=data, out_dir="new") | {flag: out}, reason)
         assert listing(tmp_path) == before
 
 
@@ -269,13 +269,13 @@ def run_script(path, folder, args):
     runpy.run_path(str(path), run_name="__main__")
 
 
-def test_a_run_has_the_code_that_was_imported(with_activation, out, tmp_path):
+def test_a_run_has_the_code_that_was_imported(with_activation, out):
     """A module of the same name from elsewhere is named. The file is as it was when the flags were read, and not as it
     is seconds later, when torch is imported.
     """
     before = with_activation.path.read_bytes()
-    [said] = run(run_script, with_activation.path, tmp_path / "other", with_activation.flags("out", max_steps=1))
-    other = tmp_path / "other" / "my_activation.py"
+    [said] = run(run_script, with_activation.path, "other", with_activation.flags("out", max_steps=1))
+    other = Path("other/my_activation.py").resolve()
     assert f"my_activation is the module in {other}, and not the one beside train_my.py" in said
     [copy] = out.glob("train_my-*.py")
     assert copy.read_bytes() == before != with_activation.path.read_bytes()
@@ -360,14 +360,14 @@ def test_a_parameter_in_no_optimizer_is_named_and_trained_as_if_it_were_frozen(d
         with patched(train_gpt2, "configure_optimizers", configure):
             said[name] = train(data, tmp_path / name, max_steps=2, val_every=0)
     assert "No optimizer has transformer.wpe.weight" in said["without_positions"]
-    assert log_lines(tmp_path / "without_positions") == log_lines(tmp_path / "with_frozen_positions")
+    assert log_lines("without_positions") == log_lines("with_frozen_positions")
 
 
-def test_adapters_train_over_frozen_weights(changed, data, tmp_path):
+def test_adapters_train_over_frozen_weights(changed, data):
     """They are what the model makes of them, as no weights have them."""
-    train(data, tmp_path / "base")
+    train(data, "base")
     trainer = changed(LORA)
-    said = trainer.check_resume(trainer.kill, init_from=tmp_path / "base")
+    said = trainer.check_resume(trainer.kill, init_from="base")
     assert "The weights have nothing called transformer.h.0.mlp.low" in said
     after = trainer.saved("whole")["model"]
     for name, weight in trainer.saved("base")["model"].items():
@@ -386,7 +386,7 @@ def test_ranks_may_differ_where_the_trainer_says_so(changed, out):
     assert len(losses(out)) == 12
 
 
-def test_a_branch_whose_settings_change_the_model_is_examined_again(changed, tmp_path):
+def test_a_branch_whose_settings_change_the_model_is_examined_again(changed):
     trainer = changed(
         {
             WIDTH: WIDTH + "    flipped: int = 0  # 1: positions that depend on the number of tokens\n",
@@ -395,7 +395,7 @@ def test_a_branch_whose_settings_change_the_model_is_examined_again(changed, tmp
         }
     )
     trainer.train("parent", max_steps=4)
-    said = trainer.train("branch", branch_from=tmp_path / "parent", max_steps=8, flipped=1)
+    said = trainer.train("branch", branch_from="parent", max_steps=8, flipped=1)
     assert NO_CACHE in said
 
 
@@ -448,12 +448,11 @@ def test_a_branch_continues_the_average_of_its_parents_weights(averaged, changed
     assert trainer.log("branch") == log_lines(averaged)
 
 
-def test_the_records_say_how_to_make_a_model_of_an_average(averaged, tmp_path):
+def test_the_records_say_how_to_make_a_model_of_an_average(averaged):
     text = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
     code = text.partition("turns the average into a checkpoint")[2].split("```python\n")[1].split("```")[0]
-    path = str(tmp_path / "average.pt")
-    exec(code.replace("log/ema/model_00400.pt", f"{averaged}/model_00012.pt").replace("average.pt", path), {})
-    model, _ = train_gpt2.load_model(path)
+    exec(code.replace("log/ema/model_00400.pt", f"{averaged}/model_00012.pt"), {})
+    model, _ = train_gpt2.load_model("average.pt")
     average = load_checkpoint(averaged / "model_00012.pt")["own"]["ema"]
     assert torch.equal(model.state_dict()[WEIGHT], average[f"module.{WEIGHT}"])
 
@@ -532,11 +531,11 @@ def test_a_branch_and_an_evaluation_need_the_models_tokenizer(flag, max_steps, w
     assert "have tokenizer small-gpt2, but the model uses bytes" in with_tokenizers.error("third", **options)
 
 
-def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed_or_branched(changed, tmp_path):
+def test_an_evaluation_that_counts_counts_once_where_a_run_is_resumed_or_branched(changed):
     """As for a rate that falls if the validation loss does not: a checkpoint is of the moment before its evaluation."""
     trainer = changed(PLATEAU)
     trainer.check_resume(trainer.kill)
-    trainer.train("branch", branch_from=tmp_path / "whole" / "model_00008.pt")
+    trainer.train("branch", branch_from="whole/model_00008.pt")
     assert trainer.log("branch") == trainer.log("whole")
     for out in ("whole", "resumed", "branch"):
         assert trainer.saved(out)["own"]["plateau"]["last_epoch"] == 3, "of the evaluations of steps 0, 4 and 8"

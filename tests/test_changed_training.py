@@ -1,6 +1,7 @@
 """Optimizers, numbers and objects that people add to the training: each is resumed, branched and logged as it is."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,13 +33,13 @@ CONSTANT = dict(schedule="wsd", decay_fraction=0, warmup_steps=0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_gets_all_that_it_has_saved(name, changed, tmp_path):
+def test_an_optimizer_gets_all_that_it_has_saved(name, changed):
     """Where a run is stopped. A branch that changes settings keeps the counts beside them."""
     trainer = changed(OPTIMIZERS[name])
     trainer.check_resume(trainer.stop, **CONSTANT)
     assert_same_tensors(trainer.optimizer("resumed"), trainer.optimizer("whole"))
     changes = dict(weight_decay=0.3, beta1=0.5, max_lr=1e-4)
-    trainer.train("branch", branch_from=tmp_path / "whole" / "model_00008.pt", **CONSTANT | changes)
+    trainer.train("branch", branch_from="whole/model_00008.pt", **CONSTANT | changes)
     ours, theirs = trainer.optimizer("branch"), trainer.optimizer("whole")
     group, their_group = [state.get("inner", state)["param_groups"][0] for state in (ours, theirs)]
     assert (group["initial_lr"], group["weight_decay"], group["betas"]) == (1e-4, 0.3, (0.5, 0.95))
@@ -88,10 +89,10 @@ LEFT = {
 }
 
 
-def test_a_number_that_the_model_has_left_is_that_of_its_own_step(changed, tmp_path):
+def test_a_number_that_the_model_has_left_is_that_of_its_own_step(changed):
     trainer = changed(LEFT)
     trainer.check_resume(trainer.kill)
-    assert read_log(tmp_path / "whole", "left") == read_log(tmp_path / "whole", "inside")
+    assert read_log("whole", "left") == read_log("whole", "inside")
 
 
 def test_nothing_is_added_to_own_in_a_step(changed):
@@ -115,18 +116,18 @@ def test_rows_of_a_batch_that_depend_on_one_another_are_said(name, changed):
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_targets_that_the_loop_leaves_out_count_as_little_as_those_of_a_mask(shard, changed, data, tmp_path):
-    masked = shutil.copytree(data, tmp_path / "masked")
+def test_targets_that_the_loop_leaves_out_count_as_little_as_those_of_a_mask(shard, changed, data):
+    masked = Path(shutil.copytree(data, "masked"))
     for path in masked.glob("*.npy"):
         with open(path.with_suffix(".mask"), "wb") as file:
             np.save(file, 1 - np.arange(len(np.load(path)), dtype=np.uint8) % 2)
     options = dict(max_steps=1, shuffle=False, val_every=0)
-    train(masked, tmp_path / "one", **options)
+    train(masked, "one", **options)
     read = "        x, y = loader.next_batch(B)\n"
     trainer = changed({read: read + "        y[:, ::2] = IGNORE_INDEX\n"})
     trainer.train("two", ranks=2, shard=shard, batch_size=2, **options)
     for stream in ("train", "norm"):
-        assert losses(tmp_path / "two", stream) == pytest.approx(losses(tmp_path / "one", stream), rel=1e-5)
+        assert losses("two", stream) == pytest.approx(losses("one", stream), rel=1e-5)
 
 
 def test_gradients_that_no_checkpoint_has_are_said(changed):
@@ -216,11 +217,11 @@ def test_a_dry_run_takes_a_model_that_reads_its_first_values(changed, out):
     assert not out.exists()
 
 
-def test_weights_are_extended_only_where_a_run_begins(changed, data, tmp_path):
+def test_weights_are_extended_only_where_a_run_begins(changed, data):
     """As by a model that makes its deeper layers of shallower ones: a resume would undo their training."""
     bias = "transformer.h.1.mlp.c_fc.bias"
     returned = "        return extended\n"
     trainer = changed({returned: f"        extended['{bias}'] = torch.ones_like(extended['{bias}'])\n" + returned})
-    train(data, tmp_path / "base")
-    trainer.check_resume(trainer.kill, init_from=tmp_path / "base", max_lr=1e-3)
+    train(data, "base")
+    trainer.check_resume(trainer.kill, init_from="base", max_lr=1e-3)
     assert (trainer.saved("whole", step=8)["model"][bias] - 1).abs().max() < 0.1

@@ -102,12 +102,12 @@ def train_with_less_memory_on_rank_0(args):
     train_gpt2.main(args)
 
 
-def test_two_ranks_of_which_one_has_less_memory_take_the_same_batch_size(data, tmp_path):
+def test_two_ranks_of_which_one_has_less_memory_take_the_same_batch_size(data):
     """Otherwise they would read some windows twice and others never."""
     options = dict(max_steps=4, val_every=0)
-    train(data, tmp_path / "one", **options)
-    run(train_with_less_memory_on_rank_0, tiny_flags(data, tmp_path / "two", **options), ranks=2)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=2e-5)
+    train(data, "one", **options)
+    run(train_with_less_memory_on_rank_0, tiny_flags(data, "two", **options), ranks=2)
+    assert losses("two") == pytest.approx(losses("one"), abs=2e-5)
 
 
 def test_ranks_share_a_batch_smaller_than_their_loaders(data):
@@ -171,13 +171,13 @@ def test_two_processes_equal_a_plain_loop(plain, out):
     assert said[1].count("\n") == 1, "rank 1 prints its report and nothing else"
 
 
-def test_three_processes_equal_one_with_muon(data, tmp_path):
+def test_three_processes_equal_one_with_muon(data):
     """Of 4 matrices, 3 ranks orthogonalize 2, 2 and none: the last one's share is padding."""
     options = dict(optimizer="muon", n_layer=4, total_batch_size=192, val_every=3, max_steps=3)
-    train(data, tmp_path / "one", batch_size=12, **options)
-    said = run(train_and_report, tiny_flags(data, tmp_path / "more", batch_size=2, **options), ranks=3)
+    train(data, "one", batch_size=12, **options)
+    said = run(train_and_report, tiny_flags(data, "more", batch_size=2, **options), ranks=3)
     for stream in ("train", "val"):
-        assert losses(tmp_path / "more", stream) == pytest.approx(losses(tmp_path / "one", stream), abs=2e-5)
+        assert losses("more", stream) == pytest.approx(losses("one", stream), abs=2e-5)
     check_ranks_agree(said, 3)
 
 

@@ -93,11 +93,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_process_with(name, folder, tmp_path):
+def test_losses_are_those_of_one_process_with(name, folder):
     options = SHORT | CASES[name]
-    ours = train_on(2, folder, tmp_path / "sharded", shard=True, **options)
-    train(folder, tmp_path / "whole", **options)
-    assert_close_runs(ours, tmp_path / "whole", atol=1e-3 if "float" in name else 1e-5)
+    ours = train_on(2, folder, "sharded", shard=True, **options)
+    train(folder, "whole", **options)
+    assert_close_runs(ours, "whole", atol=1e-3 if "float" in name else 1e-5)
 
 
 def test_its_checkpoints_export_and_samples_are_those_of_ddp(ddp, sharded):
@@ -169,8 +169,8 @@ def test_a_branch_is_its_parent(sharded, folder, out):
 def test_an_evaluation_alone_is_that_of_one_process(sharded, folder, tmp_path):
     path = examples_file(tmp_path, ["abc" * n for n in range(1, 6)])
     options = dict(init_from=sharded, max_steps=0, hellaswag_every=1, hellaswag_data=path, sample_every=0)
-    ours = train_on(2, folder, tmp_path / "two", shard=True, **options)
-    theirs = train_on(0, folder, tmp_path / "one", **options)
+    ours = train_on(2, folder, "two", shard=True, **options)
+    theirs = train_on(0, folder, "one", **options)
     for stream in ("val", "hella"):
         np.testing.assert_allclose(losses(ours, stream), losses(theirs, stream), rtol=0, atol=1e-6)
 
@@ -199,12 +199,12 @@ ODD = {
 }
 
 
-def test_an_odd_model_trains_as_in_ddp(changed, tmp_path):
+def test_an_odd_model_trains_as_in_ddp(changed):
     trainer = changed(ODD)
     for name in ("sharded", "ddp"):
         trainer.train(name, ranks=2, **SHORT, shard=name == "sharded")
-    assert_close_runs(tmp_path / "sharded", tmp_path / "ddp")
-    assert samples(tmp_path / "sharded") == samples(tmp_path / "ddp")
+    assert_close_runs("sharded", "ddp")
+    assert samples("sharded") == samples("ddp")
 
 
 # AdamW that divides a gradient by averages of its own: of all its squares, and of the columns' squares
@@ -321,12 +321,12 @@ def test_what_cannot_be_shared_out_is_one_line_before_the_first_step(name, chang
     assert not any(losses(path.parent).size for path in out.glob("log.txt"))
 
 
-def test_one_process_has_nothing_to_split(data, tmp_path):
+def test_one_process_has_nothing_to_split(data):
     """It trains."""
-    said = train(data, tmp_path / "out", shard=True, max_steps=2)
-    train(data, tmp_path / "plain", max_steps=2)
+    said = train(data, "out", shard=True, max_steps=2)
+    train(data, "plain", max_steps=2)
     assert "With a single process there is nothing to split" in said
-    assert log_lines(tmp_path / "out") == log_lines(tmp_path / "plain")
+    assert log_lines("out") == log_lines("plain")
 
 
 @pytest.mark.parametrize("shard, size", [(False, "30,720.9"), (True, "15,360.5")])
