@@ -114,7 +114,6 @@ REFUSED = {
     "another shape": (dict(vocab_size=384), ["has 384 rows instead of 257, and a branch keeps the shapes"]),
     "two sources": (dict(init_from="gpt2"), ["--branch-from and --init-from both name the weights to start from"]),
     "no step left": (dict(max_steps=8), ["8 steps already", "use --init-from instead of --branch-from"]),
-    "no folder": (dict(branch_from="nowhere"), ["There is no checkpoint in nowhere"]),
     "an export": (dict(branch_from="parent/hf"), ["There is no checkpoint in parent/hf"]),
     "weights alone": (dict(branch_from="best/model_best.pt"), ["best/model_best.pt has", "--init-from"]),
     "half a file": (dict(branch_from="half.pt"), ["half.pt cannot be read"]),

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -226,15 +227,15 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_memory_and_cores_are_what_the_control_groups_of_the_process_leave(name, tmp_path, monkeypatch):
+def test_memory_and_cores_are_what_the_control_groups_of_the_process_leave(name, monkeypatch):
     files, memory, cores = SYSTEMS[name]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(192), raising=False)
     meminfo = {"proc/meminfo": "MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    5 kB"}
     for path, text in (meminfo | files).items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(f"{text}\n", encoding="utf-8")
-    assert devices.free_memory(torch.device("cpu"), tmp_path) == memory
-    assert limits.num_cores(tmp_path) == cores
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+    assert devices.free_memory(torch.device("cpu"), Path()) == memory
+    assert limits.num_cores(Path()) == cores
 
 
 @pytest.mark.parametrize("cores, threads", [(8, 3), (2, 2)])

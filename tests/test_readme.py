@@ -24,7 +24,7 @@ from bench import __main__ as bench
 from torch.distributed.run import get_args_parser, parse_args
 
 from corpora import write, write_texts
-from edits import Changed, edits_of, write_trainer
+from edits import edits_of, write_trainer
 from harness import ROOT, examples_file, flags, forked_torchrun, make_shards, read_log, refusal_of, run, status_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -148,12 +148,12 @@ def commands():
 
 
 @pytest.mark.gpt2
-def test_the_evaluation_of_ones_own_counts_the_targets_alone(out, tmp_path):
+def test_the_evaluation_of_ones_own_counts_the_targets_alone(changed, data, out):
     """Of the 32 windows of a validation, in file order, by the model of the last step."""
-    data = make_shards(tmp_path / "masked", masks=True)
+    make_shards(data, masks=True)
     [code] = re.findall(r"^```python\n(    if is_due_now.*?)```", RECIPES, re.DOTALL | re.MULTILINE)
     comment = "    # add your own evaluation here"
-    Changed(tmp_path, data, {comment: code + comment}).train(shuffle=False, ranks=2, shard=True)
+    changed({comment: code + comment}).train(shuffle=False, ranks=2, shard=True)
     model, _ = train_gpt2.load_model(str(out))
     x, y = train_gpt2.DataLoaderLite(str(data), "val", 32, 16).next_batch()
     hits = model(x)[0].argmax(-1) == y

@@ -80,33 +80,37 @@ def continued(folder, straight):
     return train_on
 
 
-def checkpoint_12_is_there(folder):
-    return Path(folder, "model_00012.pt").exists()
-
-
-MOMENTS = {  # {when a process is killed: (the steps of its checkpoints, its last call: of what, with which arguments)}
+# {when a process is killed: (the steps of its checkpoints, its last call: of what, with which arguments, how it ends)}.
+# It waits for what is written meanwhile
+MOMENTS = {
     "before the first step": ([], train_gpt2, "train_step", lambda *args: True),
     "in the validation of step 6": (
         [4],
         train_gpt2,
         "evaluate_val_loss",
         lambda *args: args[-1].loader.position == 48,
+        wait_for_checkpoint("out", 4),
     ),
-    "half of checkpoint 8 written": ([4], torch, "save", lambda state, file: state["step"] == 8),
-    "checkpoint 12 there, 4 not deleted": ([4, 8, 12], checkpoints, "list_checkpoints", checkpoint_12_is_there),
-    "in the export at the end": ([8, 12], tokenizers, "write_encoding", lambda *args: True),
+    "half of checkpoint 8 written": ([4], torch, "save", lambda state, file: state["step"] == 8, write_half),
+    "checkpoint 12 there, 4 not deleted": (
+        [4, 8, 12],
+        checkpoints,
+        "list_checkpoints",
+        lambda folder: Path(folder, "model_00012.pt").exists(),
+    ),
+    "in the export at the end": (
+        [8, 12],
+        tokenizers,
+        "write_encoding",
+        lambda *args: True,
+        wait_for_checkpoint("out", 12),
+    ),
 }
 
 
 def train_until(name, args):
-    """Train, and be killed at this moment, when the checkpoints are there that were written meanwhile."""
-    leaves, *last_call = MOMENTS[name]
-    acts = []
-    if "half" in name:
-        acts = [write_half]
-    elif leaves:
-        acts = [wait_for_checkpoint(args[args.index("--out-dir") + 1], leaves[-1])]
-    with die_at(*last_call, *acts):
+    """Train, and be killed at this moment."""
+    with die_at(*MOMENTS[name][1:]):
         train_gpt2.main(args)
 
 
