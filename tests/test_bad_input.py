@@ -64,7 +64,6 @@ REFUSED = {
     "train_gpt2.py --decay-fraction nan": "--decay-fraction is nan",
     "train_gpt2.py --weight-decay nan": "--weight-decay is nan & 0 or more and below 1e+18",
     "train_gpt2.py --data-weights 1 1": "--data-weights is 1.0 1.0 & a share for each folder",
-    "train_gpt2.py --data a b --data-weights 1": "a share for each folder",
     "train_gpt2.py --data-weights 0": "not all 0",
     "train_gpt2.py --data-weights -1": "0 or more",
     "train_gpt2.py --data-weights nan": "0 or more",
@@ -115,6 +114,8 @@ REFUSED = {
     "train_gpt2.py --init-from run --n-layer 3": "--n-layer is 3",
     "train_gpt2.py --init-from run --n-head 4": "--n-head is 4",
     "train_gpt2.py --out-dir coded": "None of the checkpoints in coded & --no-resume",
+    "sample.py x -m gpt2": "error: gpt2 is a folder without a model. Name a checkpoint",
+    "sample.py x -m gpt3": "error: There is no gpt3. Name a checkpoint",
     # no network
     "train_gpt2.py --init-from gpt2-medim": "Did you mean gpt2-medium?",
     "train_gpt2.py --init-from gpt2-large": "network",
@@ -125,6 +126,17 @@ REFUSED = {
     "fineweb.py --tokenizer bytes": "--dataset python-docs & --input",
     # prompts
     "sample.py -m run": "prompt",
+    f"sample.py -m run {'x' * 33}": "The prompt has 33 tokens",
+    "sample.py -m run x --top-p 1.5": "--top-p is 1.5",
+    "sample.py -m run '' --top-k -1": "The prompt is empty. & --top-k is -1",
+    "sample.py -m run --chat -n 2": "--num-samples and --export",
+    "sample.py -m run x --system Kind": "Add --chat",
+    # other programs
+    "hellaswag.py --limit -1": "--limit is -1",
+    "plumbing.run.compare": "pattern in quotes",
+    "bench.__main__ train --peer nowhere": "There is no model.py in nowhere",
+    "bench.__main__ train --settings preset=quickstar": "quickstart",
+    "bench.__main__ train --settings preset=quickstar --json a.jsonl": "exists already",  # before any work
 }
 # Below are those that are no command or change the machine. Elsewhere: more local ranks than GPUs
 # (test_simulated_gpu.py), a text longer than a shard (test_readers.py), a full disk for a shard (test_fineweb.py),
@@ -200,6 +212,7 @@ def good(tmp_path_factory):
         make_shards("data")
         train("data", "run", **OPTIONS)
         os.mkdir("empty")
+        os.mkdir("gpt2")
         write_shards()
         write_texts()
         write_checkpoints()
@@ -247,10 +260,10 @@ def test_float8_needs_matrices_of_multiples_of_16(refuses):
 
 
 @pytest.mark.parametrize("prompt", ["x" * 100, "a<|endoftext|>b", ""])
-def test_odd_prompts_are_only_text(prompt, good, out):
+def test_odd_prompts_are_only_text(prompt, good):
     """Longer than the block size of 32; with the text of a special token; the start of a document."""
-    train(good / "data", out, sample_prompt=prompt, sample_every=1, max_steps=1, val_every=0)
-    texts = samples(out)[1]
+    train(good / "data", "out", sample_prompt=prompt, sample_every=1, max_steps=1, val_every=0)
+    texts = samples("out")[1]
     assert len(set(texts)) == 4
     for text in texts:
         assert text.startswith(prompt)
@@ -268,11 +281,11 @@ def train_with_limit(args, num_bytes):
 
 
 def repeat_on_a_full_disk(lost, num_bytes, args):
-    """A run of these words, of which the file `lost` does not fit, and then again where there is room."""
+    """A run in "out", of which the file `lost` does not fit, and then again where there is room."""
     [said] = run(train_with_limit, args, num_bytes, ends=[2])
     assert lost in error_in(said)
     assert "Traceback" not in said
-    left = listing(args[args.index("--out-dir") + 1])
+    left = listing("out")
     run(train_gpt2.main, args)
     return left
 
@@ -280,24 +293,24 @@ def repeat_on_a_full_disk(lost, num_bytes, args):
 @pytest.mark.gpt2
 @needs("resource")
 @pytest.mark.parametrize("lost", ["model_00004.pt", "hf"])
-def test_a_file_that_does_not_fit_on_the_disk_leaves_the_others_alone(lost, good, out):
+def test_a_file_that_does_not_fit_on_the_disk_leaves_the_others_alone(lost, good):
     """And the same command continues the run."""
-    shutil.copytree(good / "run", out)
-    shutil.rmtree(out / "hf")
-    (out / lost).unlink(missing_ok=True)
-    before = listing(out)
-    left = repeat_on_a_full_disk(lost, 50_000, tiny_flags(good / "data", out, **OPTIONS))
+    shutil.copytree(good / "run", "out")
+    shutil.rmtree("out/hf")
+    Path("out", lost).unlink(missing_ok=True)
+    before = listing("out")
+    left = repeat_on_a_full_disk(lost, 50_000, tiny_flags(good / "data", "out", **OPTIONS))
     assert left.keys() == before.keys()
     assert left["model_00002.pt"] == before["model_00002.pt"]
-    assert_same_run(out, good / "run")
+    assert_same_run("out", good / "run")
 
 
 @needs("resource")
-def test_a_log_that_does_not_fit_on_the_disk_is_continued(good, out, tmp_path):
+def test_a_log_that_does_not_fit_on_the_disk_is_continued(good):
     options = dict(max_steps=60, val_every=0, checkpoint_every=0)
-    train(good / "data", tmp_path / "straight", **options)
-    out.mkdir()
+    train(good / "data", "straight", **options)
+    os.mkdir("out")
     for copy in (good / "run").glob("train_gpt2-*.py"):  # which is longer than the log
-        shutil.copy(copy, out)
-    repeat_on_a_full_disk("log.txt", 4000, tiny_flags(good / "data", out, **options))
-    assert_same_run(out, tmp_path / "straight")
+        shutil.copy(copy, "out")
+    repeat_on_a_full_disk("log.txt", 4000, tiny_flags(good / "data", "out", **options))
+    assert_same_run("out", "straight")

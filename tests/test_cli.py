@@ -215,16 +215,14 @@ console.run(main{keywords})
 """
 
 
-def write_script(folder, *lines, keywords=""):
-    path = folder / "script.py"
-    path.write_text(SCRIPT.format(body="\n    ".join(lines), keywords=keywords))
-    return str(path)
+def write_script(*lines, keywords=""):
+    Path("script.py").write_text(SCRIPT.format(body="\n    ".join(lines), keywords=keywords))
 
 
-def run_script(folder, *lines, shell="", keywords="", **environment):
+def run_script(*lines, shell="", keywords="", **environment):
     """What a program of these lines prints and its status; shell: what follows its name on a command line."""
-    script = write_script(folder, *lines, keywords=keywords)
-    command = f'"{sys.executable}" "{script}" {shell}; exit ${{PIPESTATUS[0]}}'
+    write_script(*lines, keywords=keywords)
+    command = f'"{sys.executable}" script.py {shell}; exit ${{PIPESTATUS[0]}}'
     env = {**os.environ, **environment}
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=250)
 
@@ -254,26 +252,26 @@ TALK = [
 
 
 @needs("/dev/full")
-def test_the_console_does_not_end_a_program(tmp_path):
+def test_the_console_does_not_end_a_program():
     """Neither a reader that is gone nor a full disk, closed streams, or an encoding that lacks a character."""
     for shell in ("| head -1", "> /dev/full 2>&1", ">&- 2>&-", ""):
-        done = run_script(tmp_path, *TALK, shell=shell, PYTHONUNBUFFERED="", PYTHONIOENCODING="ascii")
+        done = run_script(*TALK, shell=shell, PYTHONUNBUFFERED="", PYTHONIOENCODING="ascii")
         assert done.returncode == 0 and "Error" not in done.stderr and "Exception" not in done.stderr
-        (tmp_path / "script.py.done").unlink()
+        os.remove("script.py.done")
     assert done.stdout.startswith("line 0 ? ?\nline 1") and done.stdout.endswith("the end") and "9/9" in done.stderr
 
 
 @needs("/dev/full")
-def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output(tmp_path):
+def test_a_closed_pipe_ends_a_program_that_is_run_for_its_output():
     product = dict(keywords=", output_is_product=True", PYTHONUNBUFFERED="")  # what is still buffered fails again
-    done = run_script(tmp_path, *TALK, shell="| head -1", **product)
+    done = run_script(*TALK, shell="| head -1", **product)
     assert (done.returncode, done.stdout) == (141, "line 0 \u00e9 ?\n")
     assert "Error" not in done.stderr and "Exception" not in done.stderr
     for lines in (TALK, TALK[-1:]):
-        done = run_script(tmp_path, *lines, shell="> /dev/full", **product)
+        done = run_script(*lines, shell="> /dev/full", **product)
         assert done.returncode == 2 and "Exception" not in done.stderr
         assert done.stderr.splitlines()[-1] == "error: Could not write the output: No space left on device."
-    assert not (tmp_path / "script.py.done").exists()
+    assert not os.path.exists("script.py.done")
 
 
 @pytest.mark.parametrize(
@@ -296,10 +294,10 @@ def test_the_process_ends_with_the_status_of_its_result():
     assert status_of(lambda: mock.Mock(status=7)) == 7
 
 
-def test_a_package_that_is_missing_is_one_line_also_while_a_program_imports(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("from plumbing.cli import console\nconsole.run(lambda: None)\nimport no_such_package")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+def test_a_package_that_is_missing_is_one_line_also_while_a_program_imports():
+    lines = ["from plumbing.cli import console", "console.run(lambda: None)", "import no_such_package"]
+    Path("script.py").write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
     assert done.returncode == 2
     assert re.fullmatch("error: The package no_such_package is not installed for .*\n", done.stderr)
 
@@ -312,9 +310,9 @@ def test_a_package_that_is_missing_is_one_line_also_while_a_program_imports(tmp_
         ("raise KeyboardInterrupt", 130, "interrupted"),
     ],
 )
-def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, said, tmp_path):
+def test_a_rank_that_fails_says_so_and_waits_for_no_other(line, status, said):
     wait = "import atexit; atexit.register(time.sleep, 60)"  # as a process group does whose other ranks are busy
-    done = run_script(tmp_path, wait, line, WORLD_SIZE="2", RANK="0")
+    done = run_script(wait, line, WORLD_SIZE="2", RANK="0")
     assert done.returncode == status
     assert said in done.stderr
 
@@ -335,16 +333,15 @@ def interrupt(*command, **environment):
 
 
 def test_an_interrupt_is_one_line_also_while_torch_is_imported(tmp_path):
-    script = write_script(tmp_path, *WAIT)
-    assert interrupt(script) == (130, "interrupted\n")
-    assert interrupt(script, RANK="1") == (130, ""), "rank 0 says it"
+    write_script(*WAIT)
+    assert interrupt("script.py") == (130, "interrupted\n")
+    assert interrupt("script.py", RANK="1") == (130, ""), "rank 0 says it"
     (tmp_path / "torch.py").write_text("\n".join(["import time", *WAIT]))
     path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
     assert interrupt(str(ROOT / "train_gpt2.py"), PYTHONPATH=path) == (-signal.SIGINT, "interrupted\n")
 
 
-def test_the_output_of_a_command_has_no_line_end():
-    assert console.output_of(sys.executable, "-c", "print(1, 2)") == "1 2"
+def test_a_command_that_is_not_there_has_no_output():
     assert console.output_of("no-such-program", "-h") == ""
 
 

@@ -199,12 +199,7 @@ def test_a_run_that_is_not_finished_is_named_and_left_out(log, reason):
     told, _, line = printed("a-*")
     assert told == f"a-2 is left out: {reason}."
     assert "1 x" in line
-
-
-def test_a_pattern_that_no_finished_run_matches_is_refused():
-    write_run("a", 4.0)
-    write_run("unfinished", 4.0, max_steps=1009)
-    assert "No finished run matches" in refused(compare.main, "a", "u*")
+    assert "No finished run matches" in refused(compare.main, "a-1", "a-[2]")
 
 
 @pytest.mark.parametrize("field", ["config", "fingerprints", "branched", "code"])
@@ -303,10 +298,6 @@ def test_the_log_of_a_killed_run_is_read(output):
 
 
 # ----- The command --------------------------------------------------------------------------------------
-
-
-def test_the_command_needs_a_pattern():
-    assert "pattern in quotes" in refused(compare.main)
 
 
 def test_runs_that_were_trained_are_compared(data, monkeypatch):

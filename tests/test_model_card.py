@@ -1,5 +1,7 @@
 """plumbing/run/model_card.py: a page with what the run was and measured, and nothing else."""
 
+from pathlib import Path
+
 import pytest
 from plumbing.data import tokenizers
 from plumbing.run.huggingface import export_huggingface
@@ -9,7 +11,7 @@ from harness import tiny_model, write_run
 pytestmark = pytest.mark.gpt2
 
 LOG = [(0, "val", 5.5), (3, "train", 2), (4, "val", 1.25), (4, "val_bpb", 0.875), (4, "lr", 0.1)]
-FIRST = 'python train_gpt2.py --preset quickstart --out-dir "log/a b" --sample-prompt "To be"'
+FIRST = 'python train_gpt2.py --preset quickstart --out-dir "log/a b" --sample-prompt "To be\x1b[31m"'
 PAGE = """\
 # A GPT-2 with 2 layers
 
@@ -24,12 +26,13 @@ a vocabulary of 257.
 
 This command of train_gpt2 trained it:
 
-    python train_gpt2.py --preset quickstart --sample-prompt "To be"
+    python train_gpt2.py --preset quickstart --sample-prompt "To be\\x1b[31m"
 """
 
 
-def card(folder, **fields):
-    """The card of the run in `folder` with these lines in run.txt; None if there is none."""
+def card(**fields):
+    """The card of a run with these lines in run.txt; None if there is none."""
+    folder = Path("run")
     write_run(folder, LOG, **fields)
     model, enc = tiny_model(block_size=256), tokenizers.get_encoding("bytes")
     export_huggingface(model, enc, folder / "hf", run_folder=folder)
@@ -37,15 +40,11 @@ def card(folder, **fields):
     return page.read_text(encoding="utf-8") if page.exists() else None
 
 
-def test_the_card_has_the_models_shape_and_the_runs_last_losses_and_first_command(tmp_path):
-    path = tmp_path / "run"
-    assert card(path, command=FIRST, started="\n\ncommand: python train_gpt2.py --out-dir b") == PAGE
+def test_the_card_has_the_models_shape_and_the_runs_last_losses_and_first_command():
+    """What could steer a terminal is shown."""
+    assert card(command=FIRST, started="\n\ncommand: python train_gpt2.py --out-dir b") == PAGE
 
 
-def test_what_a_file_says_steers_no_terminal(tmp_path):
-    assert "\\x1b[31m" in card(tmp_path / "run", command="python \x1b[31m.py")
-
-
-def test_a_run_without_a_description_is_exported_without_a_card(tmp_path, output):
-    assert card(tmp_path / "run") is None
+def test_a_run_without_a_description_is_exported_without_a_card(output):
+    assert card() is None
     assert output().startswith("note: The exported model has no README.md: ")
