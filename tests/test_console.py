@@ -40,7 +40,7 @@ from harness import (
 # ----- The line of a step ---------------------------------------------------------------------------------
 
 
-def test_the_time_left_is_by_the_average_since_the_first_step_of_the_last_start(data, out, tmp_path, monkeypatch):
+def test_the_time_left_is_by_the_average_since_the_first_step_of_the_last_start(data, monkeypatch):
     """The first step, which may compile, takes 100 s; the others take 1 s and 3 s in turn.
 
     A branch starts at step 4, as a run does that is continued there.
@@ -52,10 +52,10 @@ def test_the_time_left_is_by_the_average_since_the_first_step_of_the_last_start(
         nonlocal now
         now += seconds[step]
 
-    train(data, tmp_path / "parent", max_steps=4)
+    train(data, "parent", max_steps=4)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     with at_steps(take_time):
-        said = train(data, out, branch_from=tmp_path / "parent", max_steps=41, val_every=0, checkpoint_every=0)
+        said = train(data, "out", branch_from="parent", max_steps=41, val_every=0, checkpoint_every=0)
     left = dict(re.findall(r"(?m)^step +(\d+) .* 0:(\d\d) left$", said))
     for step in range(14, 41):  # before, it is more than a minute
         assert int(left[str(step)]) == pytest.approx(sum(seconds[step + 1 :]), abs=4)
@@ -92,13 +92,13 @@ def train_on_gpus_of_a_gigaflop(args):
         train_gpt2.main(args)
 
 
-def test_mfu_is_the_share_of_the_peak_of_all_gpus(data, out):
+def test_mfu_is_the_share_of_the_peak_of_all_gpus(data):
     """FLOPs by hand, for a token: 2 forward and 4 backward for each weight, and for attention to 16 tokens."""
     weights = 2 * 12 * 32**2 + 320 * 32  # in the matrices of two blocks and of the output
     attention = 2 * 2 * 16 * 32  # scores, and the sum of the values
-    args = tiny_flags(data, out, max_steps=1, warmup_steps=1, val_every=0)
+    args = tiny_flags(data, "out", max_steps=1, warmup_steps=1, val_every=0)
     said, _ = run(train_on_gpus_of_a_gigaflop, args, ranks=2)
-    speed = float(read_log(out, "tok/s")[0])
+    speed = float(read_log("out", "tok/s")[0])
     expected = speed * 6 * (weights + attention) / 2e9
     assert float(re.findall(r" (\d+)% MFU ", said)[0]) == pytest.approx(100 * expected, abs=0.6)
 
@@ -113,15 +113,15 @@ def train_as_on_two_nodes(args):
         train_gpt2.main(args)
 
 
-def test_run_txt_has_the_ranks_and_the_command_of_all_nodes(data, out):
-    run(train_as_on_two_nodes, tiny_flags(data, out, max_steps=1, val_every=0))
-    text = (out / "run.txt").read_text(encoding="utf-8")
+def test_run_txt_has_the_ranks_and_the_command_of_all_nodes(data):
+    run(train_as_on_two_nodes, tiny_flags(data, "out", max_steps=1, val_every=0))
+    text = Path("out/run.txt").read_text(encoding="utf-8")
     assert "\nranks: 16\n" in text
     nodes = "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --nproc-per-node=8"
     assert f"\ncommand: torchrun {nodes} " in text
 
 
-def test_run_txt_has_a_block_for_each_start_with_what_was_not_committed(data, out):
+def test_run_txt_has_a_block_for_each_start_with_what_was_not_committed(data):
     said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}  # by git
 
     def stop(step, parts):
@@ -129,31 +129,31 @@ def test_run_txt_has_a_block_for_each_start_with_what_was_not_committed(data, ou
             raise console.UserError("That is enough.")
 
     with patched(source_code, "git", lambda command, *words: said[command]), at_steps(stop):
-        refused(train_gpt2.main, *tiny_flags(data, out))
-    train(data, out)
-    first, second = logs.read_starts(out / "run.txt")
+        refused(train_gpt2.main, *tiny_flags(data, "out"))
+    train(data, "out")
+    first, second = logs.read_starts(Path("out/run.txt"))
     assert {"command", "config", "versions", "machine"} <= first.keys() & second.keys()
     assert first["commit"] == said["describe"]
     assert json.loads(first["changes"]) == said["diff"]
 
 
-def test_log_txt_has_a_line_for_each_step_and_stream_and_the_console_few(data, out):
+def test_log_txt_has_a_line_for_each_step_and_stream_and_the_console_few(data):
     """Of steps that take milliseconds; each validation has a line."""
-    said = train(data, out)
-    lines = (out / "log.txt").read_text(encoding="utf-8").splitlines()
+    said = train(data, "out")
+    lines = Path("out/log.txt").read_text(encoding="utf-8").splitlines()
     for line in lines:
         assert re.fullmatch(r"\d+ (train|val|val_bpb|lr|norm|tok/s) -?[\d.e+-]+", line)
     for stream in ("train", "lr", "norm", "tok/s"):
-        assert sorted(read_log(out, stream)) == list(range(12))
-    assert sorted(read_log(out, "val")) == [0, 4, 8, 12]
+        assert sorted(read_log("out", stream)) == list(range(12))
+    assert sorted(read_log("out", "val")) == [0, 4, 8, 12]
     assert said.count("val loss") == 4
     assert 1 <= said.count("tok/s") < 12
 
 
-def test_a_name_that_log_txt_cannot_have_is_written_with_underscores(tmp_path):
-    with open(tmp_path / "log.txt", "w") as file:
+def test_a_name_that_log_txt_cannot_have_is_written_with_underscores():
+    with open("log.txt", "w") as file:
         logs.write_log(file, 3, {"val/my data": 1.5})
-    assert read_log(tmp_path, "val/my_data") == {3: "1.5"}
+    assert read_log(".", "val/my_data") == {3: "1.5"}
 
 
 def test_steps_and_samples_are_printed_in_80_columns_that_steer_no_terminal(data):
@@ -192,19 +192,19 @@ def clock(seconds):
 
 
 @pytest.mark.parametrize("stderr", [Terminal(), io.StringIO()], ids=["terminal", "log file"])
-def test_an_evaluation_has_a_bar_on_a_terminal_of_which_nothing_stays(stderr, data, out, tmp_path, monkeypatch):
+def test_an_evaluation_has_a_bar_on_a_terminal_of_which_nothing_stays(stderr, data, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(tqdm.std, "time", clock(5.0))
     examples = examples_file(tmp_path, ["A man is on a roof. he"] * 8)
     options = dict(hellaswag_every=2, hellaswag_data=examples)
-    assert status_of(train_gpt2.main, tiny_flags(data, out, max_steps=2, warmup_steps=1, **options)) == 0
+    assert status_of(train_gpt2.main, tiny_flags(data, "out", max_steps=2, warmup_steps=1, **options)) == 0
     said = stderr.getvalue()
     for bar in ("validation: ", "HellaSwag: "):
         assert (bar in said) == stderr.isatty()
     assert said.split("\r")[-1].strip() == ""
 
 
-def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, out, monkeypatch):
+def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, monkeypatch):
     """And not at the next checkpoint, which may be hours away."""
 
     def log_step(self, *args, **options):
@@ -213,6 +213,6 @@ def test_a_disk_that_is_full_ends_the_run_at_the_next_step(data, out, monkeypatc
 
     monkeypatch.setattr(torch, "save", full_disk)
     with patched(run_folder.Run, "log_step", log_step) as original:
-        said = refused(train_gpt2.main, *tiny_flags(data, out, max_steps=60, val_every=0))
+        said = refused(train_gpt2.main, *tiny_flags(data, "out", max_steps=60, val_every=0))
     assert os.strerror(errno.ENOSPC) in said
-    assert max(read_log(out)) == 3
+    assert max(read_log("out")) == 3

@@ -54,8 +54,8 @@ def test_each_lesson_has_an_exercise_and_its_answer():
 
 
 @pytest.fixture
-def run_cells(tmp_path, monkeypatch):
-    """A function that runs the cells of play.ipynb in this process, in tmp_path, and returns their names."""
+def run_cells(monkeypatch):
+    """A function that runs the cells of play.ipynb in this process and returns their names."""
 
     def execute(runs=()):
         names = {}
@@ -75,10 +75,7 @@ def figures():
 
 
 def titles():
-    axes = []
-    for figure in figures():
-        axes += figure.axes
-    return [ax.get_title(loc="left") for ax in axes]
+    return [ax.get_title(loc="left") for figure in figures() for ax in figure.axes]
 
 
 def recorded():

@@ -1,6 +1,7 @@
 """--wandb mirrors the log at Weights & Biases, and whatever fails there leaves the training alone."""
 
 import importlib.util
+import os
 import shutil
 import sys
 import time
@@ -74,7 +75,7 @@ def identity_of(wandb):
     return Path(wandb.run.dir).parent.name.rpartition("-")[2]
 
 
-def test_the_log_is_mirrored_also_of_a_branch_with_its_parents_curve(data, out, tmp_path, wandb):
+def test_the_log_is_mirrored_also_of_a_branch_with_its_parents_curve(data, out, wandb):
     said = train(data, out, **OPTIONS)
     assert logged(wandb) == log_of(out)
     init = wandb.init.call_args.kwargs
@@ -82,9 +83,9 @@ def test_the_log_is_mirrored_also_of_a_branch_with_its_parents_curve(data, out, 
     assert init["config"]["vocab_size"] == 320
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=0)]
     assert f"mirrored at https://wandb.example/{identity_of(wandb)}" in said
-    train(data, tmp_path / "branch", **OPTIONS, branch_from=out / "model_00004.pt", max_lr=1e-3)
+    train(data, "branch", **OPTIONS, branch_from=out / "model_00004.pt", max_lr=1e-3)
     assert wandb.init.call_args.kwargs["id"] is None
-    assert logged(wandb) == log_of(tmp_path / "branch")
+    assert logged(wandb) == log_of("branch")
 
 
 @pytest.mark.parametrize(
@@ -111,36 +112,35 @@ def test_a_resumed_run_goes_on_in_the_same_curve(begun, now, first, data, out, w
 
 
 @pytest.mark.parametrize("mode, has_login", [("online", False), ("disabled", True)])
-def test_wandb_mode_is_obeyed(mode, has_login, data, out, wandb, monkeypatch):
+def test_wandb_mode_is_obeyed(mode, has_login, data, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", mode)
     wandb.login.return_value = has_login
-    train(data, out, **OPTIONS | dict(max_steps=1))
+    train(data, "out", **OPTIONS | dict(max_steps=1))
     assert wandb.init.call_args.kwargs["mode"] == mode
 
 
 @pytest.mark.parametrize("trouble", ["init", "run.log", "run.finish"])
-def test_training_goes_on_without_wandb_after_any_error(trouble, data, out, wandb):
+def test_training_goes_on_without_wandb_after_any_error(trouble, data, wandb):
     wandb.configure_mock(**{f"{trouble}.side_effect": RuntimeError("no more space\nat the server")})
-    said = train(data, out, **OPTIONS)
+    said = train(data, "out", **OPTIONS)
     assert said.count("warning: ") == 1 and "failed (RuntimeError: no more space)." in said
-    assert len(read_log(out)) == 6
+    assert len(read_log("out")) == 6
 
 
-def test_a_run_that_ends_in_an_error_is_failed_there_too(data, out, wandb):
-    args = tiny_flags(data, out, wandb="gpt2", max_lr=1e17, grad_clip=0)
-    refused(train_gpt2.main, *args)
+def test_a_run_that_ends_in_an_error_is_failed_there_too(data, wandb):
+    refused(train_gpt2.main, *tiny_flags(data, "out", wandb="gpt2", max_lr=1e17, grad_clip=0))
     assert wandb.run.finish.call_args_list == [mock.call(exit_code=1)]
 
 
-def test_without_the_package_it_is_an_error_before_anything_is_written(data, tmp_path, monkeypatch):
-    (tmp_path / "packages" / "wandb").mkdir(parents=True)  # what wandb leaves in a working directory is no package
-    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+def test_without_the_package_it_is_an_error_before_anything_is_written(data, monkeypatch):
+    os.makedirs("packages/wandb")  # what wandb leaves in a working directory is no package
+    monkeypatch.syspath_prepend("packages")
     if importlib.util.find_spec("wandb").origin:
         monkeypatch.setattr(wandb_log, "is_installed", lambda: False)
-    before = listing(tmp_path)
-    args = tiny_flags(data, tmp_path / "run", wandb="gpt2")
+    before = listing(".")
+    args = tiny_flags(data, "out", wandb="gpt2")
     assert "pip install wandb" in refused(train_gpt2.main, *args)
-    assert listing(tmp_path) == before
+    assert listing(".") == before
 
 
 @pytest.mark.skipif(not wandb_log.is_installed(), reason="wandb is optional and not installed")
