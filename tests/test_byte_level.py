@@ -6,7 +6,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import sample
-import torch
 import train_gpt2
 from plumbing.cli.console import UserError
 from plumbing.data import tokenizers
@@ -117,13 +116,12 @@ def test_a_token_that_splits_texts_unasked_is_refused():
 def german(monkeypatch):
     """The files of a tokenizer of its own, beside transformers' GPT-2 in the folder `german`."""
     Path("german").mkdir()
-    with monkeypatch.context() as inside:
-        inside.chdir("german")
-        MAKERS["vocab.json"]()
-    files = {name: Path("german", name).read_bytes() for name in ("vocab.json", "merges.txt")}
-    torch.manual_seed(0)
+    monkeypatch.chdir("german")
+    MAKERS["vocab.json"]()
+    files = {name: Path(name).read_bytes() for name in ("vocab.json", "merges.txt")}
     config = GPT2Config(vocab_size=600, n_positions=64, n_embd=32, n_layer=2, n_head=2)
-    GPT2LMHeadModel(config).save_pretrained("german")
+    GPT2LMHeadModel(config).save_pretrained(".")
+    monkeypatch.chdir("..")
     return files
 
 

@@ -185,9 +185,9 @@ OTHER_FLAGS = [
 ]
 
 
-@pytest.fixture
-def inputs(two_configs, hub):
-    """What the flags above name."""
+@pytest.mark.parametrize("words, change, said", OTHER_FLAGS)
+def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(words, change, said, two_configs, hub):
+    """Both values are named. Only one flag differs, and nothing is written."""
     texts = random_texts(40)
     for name in ("a", "b"):
         write_rows(f"{name}.jsonl", [{"text": text, "title": name} for text in texts])
@@ -197,11 +197,6 @@ def inputs(two_configs, hub):
     two = hub.data_sets["OWNER/two"]
     hub.add("OWNER/two", two["commits"][two_configs] | {"README.md": LANGUAGES + "New."})
     two["refs"]["v1"] = two_configs
-
-
-@pytest.mark.parametrize("words, change, said", OTHER_FLAGS)
-def test_another_value_of_a_flag_that_changes_the_tokens_is_refused(words, change, said, inputs):
-    """Both values are named. Only one flag differs, and nothing is written."""
     program = smoltalk if "chats" in words else fineweb
     flags = ["--shard-size", "500", "--out-dir", "out", *BYTES]
     program.main([*words.split(), *flags])
@@ -454,19 +449,6 @@ def test_a_download_that_is_not_whole_is_not_there(fault, said, hub):
     assert len(hub.asked) == 2
 
 
-def test_a_file_of_the_hub_that_the_disk_refuses_is_not_fetched_again(hub):
-    tries = []
-
-    def refuse(**options):
-        tries.append(options)
-        full_disk()
-
-    hub.add("OWNER/plain", {"data/train.parquet": parquet(text=["a"])})
-    with patched(huggingface_hub, "hf_hub_download", refuse), pytest.raises(OSError, match="No space left"):
-        prepare("OWNER/plain")
-    assert len(tries) == 1
-
-
 @WITH_HOOKS
 @pytest.mark.parametrize("words", ["--pretokenized 1", "--tokenizer bytes"])
 def test_without_a_network_a_download_ends_in_one_line_within_seconds(words, monkeypatch):
@@ -485,13 +467,15 @@ def test_without_a_network_a_download_ends_in_one_line_within_seconds(words, mon
     assert os.listdir() in ([], [".hf"])
 
 
-def test_a_failure_that_took_long_is_not_tried_again(monkeypatch):
-    """The hub's client has tried for as long already."""
+def test_neither_a_full_disk_nor_a_failure_that_took_long_is_tried_again(monkeypatch):
+    """For so long, the hub's client has tried again already."""
     tries = []
+    with pytest.raises(OSError, match="No space left"):
+        downloads.retry("it", "Wait.", lambda: tries.append(1) or full_disk())
     monkeypatch.setattr(time, "monotonic", itertools.count(step=21).__next__)
     with pytest.raises(UserError, match="Could not download it: division by zero. Wait."):
         downloads.retry("it", "Wait.", lambda: tries.append(1) or 1 / len(tries[:0]))
-    assert len(tries) == 1
+    assert len(tries) == 2
 
 
 def test_of_a_model_on_the_hub_its_config_weights_and_tokenizer_are_fetched(monkeypatch):
