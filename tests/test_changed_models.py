@@ -187,13 +187,17 @@ def test_weights_that_are_trained_further_may_be_those_of_other_code(max_steps, 
     assert ("was trained by other code" in said) == (max_steps == 0)
 
 
-def test_samples_of_a_model_of_other_code_need_that_code(other, monkeypatch):
+def test_samples_of_a_model_of_other_code_need_that_code(other, monkeypatch, tmp_path):
     """Which the command at the end of its run has."""
     trainer, said = other
     monkeypatch.chdir(trainer.folder)
     assert "Add --code other.py" in refused(sample.main, "abcd", "-m", "finished")
     [command] = printed_commands(said)
     assert refusal_of(sample.main, *command[2:])[0] == 0
+    code = tmp_path / "other.py"
+    code.write_text(trainer.path.read_text() + "# a word")
+    _, text, notes = refusal_of(sample.main, *command[2:], "--code", code)
+    assert "other code" in notes and "other code" not in text
 
 
 MODULES = {
@@ -491,7 +495,7 @@ def test_numbers_put_into_scalars_are_logged_as_rank_0_has_them(changed, out):
         assert list(read_log(out, name).values()) == [text] * 2
 
 
-@pytest.mark.parametrize("name", ["train", "val/docs", "val bpb", ""])
+@pytest.mark.parametrize("name", ["train", "lr", "val/docs", "val bpb", ""])
 def test_a_name_that_a_number_cannot_have_is_refused(name, data, out):
     with at_steps(after=lambda step, parts, done: done.scalars.update({name: 1})):
         refused_run(dict(data=data, out_dir=out), f"{name!r} cannot be the name of a scalar")
