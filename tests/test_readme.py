@@ -154,7 +154,7 @@ def test_the_evaluation_of_ones_own_counts_the_targets_alone(changed, data, out)
     [code] = re.findall(r"^```python\n(    if is_due_now.*?)```", RECIPES, re.DOTALL | re.MULTILINE)
     comment = "    # add your own evaluation here"
     changed({comment: code + comment}).train(shuffle=False, ranks=2, shard=True)
-    model, _ = train_gpt2.load_model(str(out))
+    model, _ = train_gpt2.load_model(out)
     x, y = train_gpt2.DataLoaderLite(str(data), "val", 32, 16).next_batch()
     hits = model(x)[0].argmax(-1) == y
     expected = hits.sum() / (y != train_gpt2.IGNORE_INDEX).sum()

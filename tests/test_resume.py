@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(continued, stopped):
     assert "model_00008.pt cannot be read" in printed
     assert "from step 4 to 12" in printed
     assert steps_of(stopped) == [12]
-    assert Path(f"{stopped}.1", "model_00008.pt").exists()
+    assert Path("out.1/model_00008.pt").exists()
 
 
 def test_what_a_killed_process_leaves_is_swept_away_and_a_line_of_the_users_stays(continued, stopped):
@@ -360,8 +360,8 @@ def test_torchrun_restarts_after_kill_9_of_a_rank_and_resumes_by_itself(folder, 
     assert "from step 0 to 12" in said
     assert "from step 4 to 12" in said
     assert_close_losses(stopped, straight)
-    assert Path(f"{stopped}.1", "model_00008.pt").exists()
-    assert not Path(f"{stopped}.2").exists()
+    assert Path("out.1/model_00008.pt").exists()
+    assert not Path("out.2").exists()
 
 
 @pytest.mark.gpt2
@@ -370,7 +370,7 @@ def test_a_restart_by_torchrun_continues_no_run_but_its_own(folder, stopped, mon
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert "from step 0 to 1" in train(folder, stopped, resume=False, max_steps=1)
-    assert Path(f"{stopped}.1", "model_00008.pt").exists()
+    assert Path("out.1/model_00008.pt").exists()
 
 
 def test_the_scaler_and_muons_momentum_survive_a_kill(folder, out):

@@ -59,7 +59,7 @@ def test_another_machine_is_asked_about_in_a_dry_run_only():
 def test_the_account_is_that_of_the_run(data, out):
     """Windows of 16 tokens and a target: 187 and 106 in the training shards, 124 in the other."""
     said = rows_of(train(data, out))
-    model, _ = train_gpt2.load_model(str(out))
+    model, _ = train_gpt2.load_model(out)
     assert said["model"].startswith(f"{sum(p.numel() for p in model.parameters()):,} parameters on 1 x ")
     assert said["data"] == "4,688 training tokens; the run reads 1,536: 0.33 passes"
     assert said["validation"] == "512 of 1,984 tokens, drawn from all of them; tokenizer: bytes"
