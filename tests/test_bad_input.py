@@ -80,6 +80,7 @@ REFUSED = {
     f"train_gpt2.py --n-embd {2**20}": "model is too large & Use a smaller model",
     # shards that are missing, damaged, too few or of another tokenizer
     "train_gpt2.py --data nowhere": "in nowhere, which does not exist & fineweb.py --input FILES",
+    "train_gpt2.py --data nowhere --dry-run --passes 2 --max-steps 0": "in nowhere, which does not exist",
     "train_gpt2.py --data no_train": "no train shards in no_train & make them",
     "train_gpt2.py --data no_val": "no val shards in no_val",
     "train_gpt2.py --data cut": "tiny_train_000002.npy is missing or damaged",

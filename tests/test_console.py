@@ -122,19 +122,19 @@ def test_run_txt_has_the_ranks_and_the_command_of_all_nodes(data):
 
 
 def test_run_txt_has_a_block_for_each_start_with_what_was_not_committed(data):
-    said = {"describe": "0123abc-dirty", "diff": "-a\n+b\n\n+c"}  # by git
+    said = {"describe --always --dirty --abbrev=40": "0123abc-dirty", "diff HEAD": "-a\n+b\n\n+c"}  # by git
 
     def stop(step, parts):
         if step == 5:
             raise console.UserError("That is enough.")
 
-    with patched(source_code, "git", lambda command, *words: said[command]), at_steps(stop):
+    with patched(source_code, "git", lambda *words: said[" ".join(words)]), at_steps(stop):
         refused(train_gpt2.main, *tiny_flags(data, "out"))
     train(data, "out")
     first, second = logs.read_starts(Path("out/run.txt"))
     assert {"command", "config", "versions", "machine"} <= first.keys() & second.keys()
-    assert first["commit"] == said["describe"]
-    assert json.loads(first["changes"]) == said["diff"]
+    assert first["commit"] == "0123abc-dirty"
+    assert json.loads(first["changes"]) == said["diff HEAD"]
 
 
 def test_log_txt_has_a_line_for_each_step_and_stream_and_the_console_few(data):

@@ -223,7 +223,7 @@ def chat(monkeypatch, capsys):
     """A function that returns what sample.py --chat prints for these lines."""
 
     def talk_to(model, lines, enc=CHAT, words=("--max-new-tokens", "5")):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode("latin-1")), "utf-8"))
         words = ["--chat", "--temperature", "0", "--device", "cpu", *words]
         assert status_of(sample.main, [*words, "-m", save(model, enc)]) == 0
         return capsys.readouterr()
@@ -234,7 +234,7 @@ def chat(monkeypatch, capsys):
 @gpt2
 def test_chat_answers_its_prompt_and_each_line_until_quit(chat):
     """Also where an answer may be longer than the block, as by default: half of it is for the answer then."""
-    assert chat(parrot_model(block_size=32), "you?\n\n/quit\nnever\n", words=["hi"]).out == "ok\nok\n"
+    assert chat(parrot_model(block_size=32), "caf\u00e9?\n\n/quit\nnever\n", words=["hi"]).out == "ok\nok\n"
 
 
 @gpt2

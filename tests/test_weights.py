@@ -25,6 +25,7 @@ from harness import (
     assert_same_tensors,
     at_steps,
     change_checkpoint,
+    examples_file,
     losses,
     printed_commands,
     refusal_of,
@@ -55,7 +56,10 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names(finished):
 def scripted(folder):
     """The folder of a run of the real script in a real process, of which nothing is noted."""
     out = folder.parent / "out"
-    args = tiny_flags(folder, out, sample_every=12)
+    examples = examples_file(
+        folder.parent, ["A man is on a roof"]
+    )  # longer than the sequences, and not than the block
+    args = tiny_flags(folder, out, sample_every=12, hellaswag_every=12, hellaswag_data=examples)
     done = subprocess.run([sys.executable, train_gpt2.__file__, *args], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "note: " not in done.stdout
