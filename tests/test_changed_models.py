@@ -121,6 +121,16 @@ def test_a_changed_model_lives_the_life_of_a_run(name, changed, data, tmp_path):
     assert "is not the cross-entropy of the logits" not in said
 
 
+def test_state_that_is_no_tensor_reaches_all_ranks_of_a_run_that_is_resumed(changed, out):
+    trainer = changed(EDITS["buffers"])
+    options = dict(ranks=2, max_steps=6, val_every=0)
+    trainer.train(**options)
+    whole = trainer.log("out")
+    (out / "model_00006.pt").unlink()
+    trainer.train(**options)
+    assert trainer.log("out") == whole
+
+
 @pytest.mark.parametrize("begin", ["branch_from", "init_from"])
 def test_what_begins_with_a_model_may_be_longer_where_no_weight_depends_on_it(begin, changed):
     """As with rotary embeddings: it learns from longer sequences. Its tables of positions are as long."""

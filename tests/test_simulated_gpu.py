@@ -287,6 +287,7 @@ DECISIONS = [
     (["H200", "1080"], "cu126", {}, ["GTX 1080, float16"]),  # each rank asks for its own GPU
     (["H200", "1080"], "cu128", {}, ["none for this machine's NVIDIA GeForce GTX 1080"]),
     (["5090"], "cu126", {}, ["none for this machine's NVIDIA GeForce RTX 5090"]),
+    (["5090"], "own", {}, ["NVIDIA GeForce RTX 5090, bfloat16"]),
 ]
 
 

@@ -33,7 +33,12 @@ CARDS = {
     "1080": ("NVIDIA GeForce GTX 1080", (6, 1), 7.9),
 }
 # what torch 2.9's builds and later ones have kernels for (pull request 7046 of pytorch/test-infra)
-KERNELS = {"cu126": "50 60 70 75 80 86 90", "cu128": "70 75 80 86 90 100 120", "cu130": "75 80 86 90 100 120"}
+KERNELS = {
+    "cu126": "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90",
+    "cu128": "sm_70 sm_75 sm_80 sm_86 sm_90 sm_100 sm_120",
+    "cu130": "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120",
+    "own": "sm_80 compute_90",  # which a later GPU compiles for itself
+}
 
 
 def build(library):
@@ -95,7 +100,7 @@ def insert(*names, gib=None, build="cu130"):
     cuda.get_device_name = lambda place=None: properties(place).name
     cuda.get_device_capability = lambda place=None: CARDS[names[index(place)]][1]
     cuda.is_bf16_supported = lambda *args: cuda.get_device_capability() >= (8, 0)
-    cuda.get_arch_list = always([f"sm_{number}" for number in KERNELS[build].split()])
+    cuda.get_arch_list = always(KERNELS[build].split())
     cuda.mem_get_info = lambda place=None: (sizes[index(place)] - device.used(), sizes[index(place)])
     cuda.memory_allocated = lambda *args: device.used()
     cuda.memory_reserved = lambda *args: device.used()
