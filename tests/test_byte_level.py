@@ -132,6 +132,7 @@ def test_a_fine_tuned_model_keeps_its_tokenizer(german, output):
     words = tiny_flags(data, "out", init_from="german", max_steps=2, block_size=64)
     place = words.index("--max-lr")
     del words[place : place + 2]
+    assert "3e-5" not in refusal_of(train_gpt2.main, *words, "--preset", "gpt2", "--dry-run")[1]
     status, said, _ = refusal_of(train_gpt2.main, *words)
     assert status == 0
     assert "3e-5 is usual" in said

@@ -85,7 +85,7 @@ def test_a_checkpoint_from_which_a_step_was_finite_outlives_one_from_which_none_
     options = dict(checkpoint_every=1, keep_checkpoints=1, optimizer="muon")
     branch = f"--branch-from {out / 'model_00004.pt'} --muon-lr LOWER --max-lr LOWER"
     with spoiled([5], infinite):
-        refused_run(dict(data=data, out_dir=out, **options), "step 5", "gradient norm", ".npy token", branch)
+        refused_run(dict(data=data, out_dir=out, **options), "step 5", "gradient norm inf", ".npy token", branch)
     newest = newest_checkpoint(out)["model"]
     assert all(tensor.isfinite().all() for tensor in newest.values()), "it was stopped before the update"
     assert steps_of(out)[-2:] == [4, 5]

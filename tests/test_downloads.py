@@ -160,9 +160,10 @@ def test_what_there_is_to_choose_from_is_said(options, said, two_configs):
     assert said in failure("OWNER/two", **options)
 
 
-def test_a_data_set_is_known_by_its_old_name(two_configs):
+def test_a_data_set_is_known_by_its_old_name(two_configs, hub):
     """A folder of that name is not read."""
     Path("two").mkdir()
+    hub.faults["GET en/a.jsonl"] = "wrong"
     prepare("two", config="en")
     assert np.count_nonzero(read("out") == 256) == 20
     assert read_meta("out")["dataset"] == "OWNER/two"
@@ -237,7 +238,7 @@ def naming(pattern):
         ({"x.py": "", "data/train.jsonl": LINE}, {}, "it is a script, x.py & --revision refs/convert/parquet"),
         (naming("/etc/passwd"), {}, "its card names /etc/passwd, which is not in the data set"),
         ({"../../x.jsonl": LINE}, {}, "OWNER/x lists a file '../../x.jsonl', which would be written outside"),
-        ({"a\\..\\..\\x.jsonl": LINE}, {}, "which would be written outside of its folder"),
+        ({"C:\\x.jsonl": LINE}, {}, "which would be written outside of its folder"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(hub, files, settings, words, monkeypatch):
@@ -355,9 +356,10 @@ def test_smoltalk_is_read_in_the_config_that_has_all_of_it(hub):
     files = {f"{name}/train.parquet": parquet(messages=rows) for name in ("all", "math")}
     files["README.md"] = card_of({"all": "all/*", "math": "math/*"})
     hub.add("HuggingFaceTB/smoltalk", files)
-    smoltalk.main(["--max-length", "64", *BYTES])
+    smoltalk.main(BYTES)
     meta = shards.read_meta("smoltalk")
     assert (meta.dataset, meta.made_from["config"], meta.documents) == ("HuggingFaceTB/smoltalk", "all", 30)
+    assert meta.made_from["max_length"] == 1024
 
 
 def test_what_the_disk_has_no_room_for_is_refused_before_the_download(hub, monkeypatch):
@@ -447,6 +449,9 @@ def test_a_download_that_is_not_whole_is_not_there(fault, said, hub):
         downloads.download(url, "a.bin", digest, advice="Call a friend.")
     assert not Path("a.bin").exists()
     assert len(hub.asked) == 2
+    hub.lasting.clear()
+    downloads.download(url, "new/a.bin", digest, advice="")
+    assert Path("new/a.bin").read_bytes() == content
 
 
 @WITH_HOOKS

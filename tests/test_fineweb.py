@@ -165,7 +165,7 @@ def test_the_folder_is_named_after_the_first_file(name, output):
     "gpu, lengths, words",
     [
         (None, [10**8], "--preset quickstart --data x/ --out-dir log/x"),  # it was that of a GPT-2 of 124M
-        ("here", [10**8] * 10, "--preset gpt2 --data x/ --out-dir log/x --passes 1"),
+        ("here", [10**8], "--preset gpt2 --data x/ --out-dir log/x --passes 1"),
         # 128 tokens and their targets are cut from each of these shards
         (
             "",
@@ -184,6 +184,7 @@ def test_the_model_that_comes_next_suits_the_machine(monkeypatch, gpu, lengths, 
 
 
 def test_neither_cores_nor_batches_change_a_byte(path, monkeypatch):
+    monkeypatch.setattr(preparation, "num_cores", lambda: 0)  # which is not asked for
     one = listing(make_small(path, name="one/out", num_proc=1))
     monkeypatch.setattr(preparation, "BATCH_BYTES", 100)
     monkeypatch.setattr(preparation, "QUEUE_BYTES", 1000)
@@ -427,7 +428,7 @@ BAD_INPUTS = {
     "--pretokenized 1 --tokenizer gpt2": "val_000000.bin",
     "--input http://host/a.txt": "No file matches http://host/a.txt & curl -LO",
     "--dataset ./good.jsonl": "--input FILES",
-    "--input good.jsonl --config en": "leave --config out",
+    "--input good.jsonl --config en --split test --revision v1": "leave --config and --split and --revision out",
     "--dataset python-docs --split test": "neither configs nor splits",
     "--input doc.json --text-column titel,body": "has no text under 'titel'. Its columns are title, body, doc",
     "--input doc.json --text-column doc.content": "has no text under 'doc.content', but {'text'",

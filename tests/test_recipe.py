@@ -90,7 +90,8 @@ def test_steps_of_a_ramp_read_all_of_their_windows_and_the_speed_is_theirs(large
     shape = dict(n_layer=1, n_head=1, n_embd=8, sequence_length=32)
     ramp = dict(total_batch_size=3 * 2**15, batch_ramp=2**16, batch_size=192)
     with at_steps(after=lambda step, parts, done: taken.append(step)):
-        train(large, out, max_steps=3, val_every=0, checkpoint_every=0, **shape, **ramp)
+        said = train(large, out, max_steps=3, val_every=0, checkpoint_every=0, **shape, **ramp)
+    assert "the run reads at most 294,912" in said
     assert losses(out, "tok/s") / 2**15 == pytest.approx([1, 1, 3])
     assert newest_checkpoint(out)["loader"]["position"] == (1 + 1 + 3) * 2**15 // 32
 
@@ -274,7 +275,7 @@ def total(parameters):
 
 def test_presets_are_what_the_help_says():
     gpt2, speedrun, baby = PRESETS["gpt2"], PRESETS["speedrun"], PRESETS["baby"]
-    assert speedrun.model_config == gpt2.model_config and speedrun.optimizer == "muon"
+    assert speedrun.model_config == gpt2.model_config and (speedrun.optimizer, speedrun.schedule) == ("muon", "wsd")
     assert speedrun.max_steps == gpt2.max_steps // 2
     assert (baby.n_layer, baby.n_head, baby.n_embd, baby.block_size) == (6, 6, 384, 256)
     assert {each.out_dir for each in PRESETS.values()} == {"log", "log/quickstart", "log/baby", "log/chat"}

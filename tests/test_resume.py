@@ -262,7 +262,7 @@ def test_a_signal_ends_the_step_and_writes_a_checkpoint(name, times, status, fir
     """In step 5, which is no step for a checkpoint: step 5 is finished, 6 steps are in the checkpoint."""
     args = [*first, *tiny_flags(folder, out, **OPTIONS)]
     [said] = run(signalled, 5, name, times, 0, args, ends=[status])
-    assert "Stopped after 6 steps" in said
+    assert "Stopped after 6 steps" in said and ("without --no-resume continues" in said) == bool(first)
     assert "Traceback" not in said and "Stopping after this evaluation" not in said
     assert sorted(read_log(out)) == list(range(8)), "two more, for the next start to compare"
     assert newest_checkpoint(out)["step"] == 6
@@ -279,7 +279,7 @@ def numbers_of(names):
 def test_whatever_a_scheduler_can_be_told_to_send_stops_a_run_and_crashes_timers_and_news_do_not():
     """By signal(7), these end a process that does not catch them. Later they do so again."""
     numbers = numbers_of("HUP INT QUIT USR1 USR2 TERM XCPU")
-    others = numbers_of("SEGV BUS ABRT PROF ALRM PIPE CHLD WINCH TSTP")
+    others = numbers_of("SEGV BUS ABRT PROF ALRM PIPE CHLD WINCH TSTP CONT")
     before = list(map(signal.getsignal, others))
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup

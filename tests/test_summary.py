@@ -38,11 +38,11 @@ def test_an_account_answers_for_another_machine(shard, memory, is_told):
     """By hand: 4 * (12 * 256**2 + 13 * 256) parameters in the blocks, 512 in ln_f and 256 * (320 + 32), of 16 bytes,
     on 8 cards of 40 MB or in shares of an eighth. Of 12 steps every third has a milestone.
     """
-    shape = dict(n_layer=4, n_embd=256, vocab_size=320, batch_size=1, total_batch_size=256)
+    shape = dict(n_layer=4, n_embd=256, vocab_size=320, batch_size=1, total_batch_size=256, dtype="auto")
     machine = dict(dry_run=True, gpus=8, gpu_memory=0.04, shard=shard)
     printed = train("none", "out", milestone_every=3, keep_best=True, **machine, **shape)
     said = rows_of(printed)
-    assert said["model"].startswith("3,249,664 parameters on 8 x GPU of 0.04 GB")
+    assert said["model"].startswith("3,249,664 parameters on 8 x GPU of 0.04 GB, bfloat16")
     assert said["memory"].startswith(f"{memory} for weights, gradients and optimizer")
     assert said["step"] == "256 tokens = B 1 * T 16 * ranks 8 * micro-steps 2"
     assert said["disk"] == "6 checkpoints of 39 MB, 13 MB for model_best.pt, 13 MB for hf/"
@@ -53,7 +53,7 @@ def test_an_account_answers_for_another_machine(shard, memory, is_told):
 
 
 def test_another_machine_is_asked_about_in_a_dry_run_only():
-    assert "add --dry-run" in refusal_of(train_gpt2.main, *tiny_flags("none", "out", gpus=2))[2]
+    assert "add --dry-run" in refusal_of(train_gpt2.main, *tiny_flags("none", "out", gpu_memory=80))[2]
 
 
 def test_the_account_is_that_of_the_run(data, out):
