@@ -35,14 +35,10 @@ LONGEST = [
     "simulated_gpu",
     "resume",
     "changed_training",
-    "notebook",
-    "downloads",
-    "recipe",
-    "branch",
     "readme",
-    "fineweb",
+    "branch",
+    "recipe",
     "weights",
-    "huggingface",
 ]
 
 

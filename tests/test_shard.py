@@ -235,7 +235,7 @@ class Averaged(torch.optim.AdamW):
 def test_state_that_is_not_by_rows_is_split_again_as_it_was(changed, out):
     """A column average of a square matrix is as long as the matrix."""
     trainer = changed(AVERAGED)
-    options = dict(max_steps=4, checkpoint_every=2, val_every=0, shard=True, ranks=2)
+    options = dict(n_layer=1, max_steps=3, checkpoint_every=2, val_every=0, shard=True, ranks=2)
     trainer.train(**options)
     whole = losses(out)
     cut(out)
@@ -258,7 +258,7 @@ class Local(torch.optim.AdamW):
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_state_that_differs_between_ranks_is_one_line_before_the_first_checkpoint(shard, changed):
-    said = changed(adamw_as("Local", LOCAL)).error(ranks=2, shard=shard)
+    said = changed(adamw_as("Local", LOCAL)).error(n_layer=1, ranks=2, shard=shard)
     assert "the state of Local is not the same on all ranks" in said
 
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_shared_out_is_one_line_before_the_first_step(name, chang
     if "optim.Adafactor" in str(edits) and torch.__version__ < "2.10":
         assert "as Adafactor does" in changed(edits).train(ranks=2, shard=True, max_steps=1)
         return
-    assert words in changed(edits).error(ranks=2, shard=True)
+    assert words in changed(edits).error(n_layer=1, ranks=2, shard=True)
     assert not any(losses(path.parent).size for path in out.glob("log.txt"))
 
 
