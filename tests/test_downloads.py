@@ -348,7 +348,11 @@ def test_the_users_cache_is_used_offline_as_well_and_left_alone(commit, hub, mon
     assert np.array_equal(read("out"), tokens)
     assert read_meta("out")["made_from"]["revision"] == commit
     assert listing(".hf") == before
-    assert re.search("offline mode is enabled.*--input", failure("OWNER/other", out_dir="other"))
+
+
+def test_offline_another_data_set_is_refused(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert re.search("offline mode is enabled.*--input", failure("OWNER/other"))
 
 
 def test_smoltalk_is_read_in_the_config_that_has_all_of_it(hub):
