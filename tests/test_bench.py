@@ -101,9 +101,8 @@ def test_the_references_of_train_do_our_training(tmp_path):
 
 
 def test_hellaswag_in_four_rows_chooses_what_packed_rows_choose(measure):
-    numbers = measure(
-        "hellaswag", settings=f"{TINY},n_embd=64,vocab_size=64,block_size=16", limit=7
-    )  # longer examples
+    # its examples are longer than a block
+    numbers = measure("hellaswag", settings=f"{TINY},n_embd=64,vocab_size=64,block_size=16", limit=7)
     assert numbers["examples"] == numbers["same_by_sum"] == numbers["same_by_mean"] == 7
     assert numbers["examples_per_s"] == pytest.approx(7 / numbers["sides"]["hellaswag.py"]["seconds"][0])
 

@@ -149,11 +149,8 @@ def test_the_trainers_help_explains_each_preset_and_shows_the_values_of_the_one_
     before, text = explained(read_flags, "--preset", "quickstart")
     for preset in train_gpt2.PRESETS:
         assert re.search(rf"^    {preset} +\w", before, re.MULTILINE), "a line of its own"
-    assert (
-        "(default: log/quickstart)" in text
-        and "(default: python_docs)" in text
-        and "model_best.pt (default: on)" in text
-    )
+    for default in ("(default: log/quickstart)", "(default: python_docs)", "model_best.pt (default: on)"):
+        assert default in text
 
 
 PROGRAMS = [bench.__main__, compare, contamination, fineweb, hellaswag, sample, smoltalk, tokenizer]

@@ -56,9 +56,8 @@ def test_a_checkpoint_is_plain_data_with_gpt2s_names(finished):
 def scripted(folder):
     """The folder of a run of the real script in a real process, of which nothing is noted."""
     out = folder.parent / "out"
-    examples = examples_file(
-        folder.parent, ["A man is on a roof"]
-    )  # longer than the sequences, and not than the block
+    # it is longer than the sequences, and not than the block
+    examples = examples_file(folder.parent, ["A man is on a roof"])
     args = tiny_flags(folder, out, sample_every=12, hellaswag_every=12, hellaswag_data=examples)
     done = subprocess.run([sys.executable, train_gpt2.__file__, *args], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
